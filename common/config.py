@@ -1,0 +1,260 @@
+"""One typed TOML per run. Every key is known, every value is checked, derived values are properties.
+
+A key exists because two committed configurations, or a sweep, set it differently, or because machines differ.
+`common/cli.py` reads files and `--a.b=value` overrides into this. Unsupported combinations are refused here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class TlsConfig(Table):
+    """Mutual TLS for gRPC: three PEM files, or none."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> TlsConfig:
+        if len({bool(self.cert), bool(self.key), bool(self.ca)}) != 1:
+            raise ValueError("tls needs cert, key and ca together, or none of them")
+        return self
+
+
+class ModelConfig(Table):
+    """The policy. `path` names a Hugging Face directory (config.json, safetensors, tokenizer.json); without it a
+    Qwen3-architecture model of the sizes below starts from random weights with the tokenizer at `tokenizer`."""
+
+    path: str = ""
+    tokenizer: str = Field("configs/tokenizers/tiny", description="directory with tokenizer.json and tokenizer_config.json")
+    hidden_size: Positive = 96
+    intermediate_size: Positive = 256
+    num_layers: Positive = 3
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 24
+    rope_theta: float = Field(10_000.0, gt=0)
+    tie_embeddings: bool = True
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of compute and of published weights; masters are float32")
+    remat: bool = Field(False, description="recompute layer activations in the backward pass")
+
+    @model_validator(mode="after")
+    def _heads(self) -> ModelConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim {self.head_dim} must be even for rotary positions")
+        return self
+
+
+class LimitsConfig(Table):
+    """Bounds of one rollout."""
+
+    max_turns: Positive = 10
+    max_new_tokens: Positive = Field(32, description="per turn")
+    max_tokens: Positive = Field(320, description="of prompt and action together, at any turn")
+    deadline_s: Rate = 120.0
+
+
+class ContextConfig(Table):
+    """How history is shown to the policy."""
+
+    name: Literal["append"] = "append"
+    options: dict[str, Any] = {}
+
+
+class DomainConfig(Table):
+    """One `[[domains]]`: a kind of environment, its servers and its limits."""
+
+    name: str
+    weight: Rate = Field(1.0, description="share of the groups, relative to the other domains")
+    replicas: Positive = Field(1, description="env server processes")
+    capacity: Positive = Field(256, description="sessions per env server")
+    threads: Positive = Field(8, description="threads per env server for blocking environment code")
+    lease_s: Rate = Field(60.0, description="a session not renewed for so long is closed")
+    train_tasks: Positive = 2048
+    heldout_tasks: Positive = 128
+    admission: int = Field(64, ge=-1, description="tasks per split that admission checks at start; -1 all, 0 none")
+    instructions: str = Field("", description="file that replaces the domain's instructions template")
+    options: dict[str, Any] = Field({}, description="passed to the domain, which checks them")
+    limits: LimitsConfig = LimitsConfig()
+    context: ContextConfig = ContextConfig()
+
+
+class EngineConfig(Table):
+    """Inference engines. `embedded` serves the learner's Flax model; `sglang` is a stock SGLang server."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    count: Positive = 1
+    port: Natural = Field(0, description="of the first engine, the next ones follow; 0 picks free ports")
+    slots: Positive = Field(64, description="requests decoded together")
+    max_length: Positive = Field(320, description="tokens of one sequence, prompt and output")
+    decode_chunk: Positive = Field(8, description="decode steps per dispatch")
+    prefill_chunk: Positive = Field(64, description="prompt tokens per slot and dispatch")
+    prefill_slots: Positive = Field(8, description="slots per prefill dispatch")
+    widths: list[Positive] = Field([128, 192, 256, 320], description="attended widths, rising; the last is max_length")
+    timeout_s: Rate = Field(60.0, description="of one /generate call")
+    args: list[str] = Field([], description="further arguments for an SGLang server")
+
+    @model_validator(mode="after")
+    def _widths(self) -> EngineConfig:
+        if self.widths != sorted(set(self.widths)) or not self.widths or self.widths[-1] != self.max_length:
+            raise ValueError(f"engine.widths {self.widths} must rise and end at engine.max_length {self.max_length}")
+        return self
+
+
+class ActorsConfig(Table):
+    count: Positive = 1
+    rollouts: Positive = Field(256, description="rollouts in flight per actor process")
+
+
+class SamplingConfig(Table):
+    """How training rollouts are sampled. Anything else that changes the distribution is refused."""
+
+    temperature: Rate = 1.0
+
+
+class AlgorithmConfig(Table):
+    """Credit and losses. Sources of the defaults: GRPO (ddof 1), PPO clip with separate bounds (DAPO: 0.2, 0.28)."""
+
+    name: Literal["grpo", "ppo"] = "grpo"
+    group_size: Positive = 8
+    groups_per_update: Positive = 32
+    minibatches: Positive = Field(2, description="optimizer steps per update, each on its own groups")
+    epochs: Positive = 1
+    std_ddof: Literal[0, 1] = 1
+    clip_low: Fraction = 0.2
+    clip_high: float = Field(0.28, ge=0)
+    entropy: float = Field(0.0, ge=0, description="coefficient of the entropy bonus on action tokens")
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
+    constant_divisor: float = Field(0.0, ge=0, description="of aggregation = constant: tokens per rollout")
+    gamma: Fraction = 1.0
+    gae_lambda: Fraction = 0.95
+    critic: Literal["none", "shared", "separate"] = Field("none", description="PPO: value head on the policy's trunk, or a network of its own")
+    value_coefficient: float = Field(0.5, ge=0)
+    value_clip: float = Field(0.2, ge=0, description="0 turns value clipping off")
+    normalize_advantages: bool = Field(False, description="PPO: whiten advantages over the action tokens of the update")
+    zero_advantages: bool = Field(False, description="control run: every advantage is 0")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> AlgorithmConfig:
+        if self.name == "grpo" and self.critic != "none":
+            raise ValueError('algorithm.critic is for name = "ppo"; GRPO has no critic: set critic = "none"')
+        if self.name == "ppo" and self.critic == "none":
+            raise ValueError('algorithm.name = "ppo" needs a critic: set algorithm.critic to "shared" or "separate"')
+        if self.name == "grpo" and self.group_size < 2:
+            raise ValueError("algorithm.group_size must be at least 2 for GRPO: a group of one has no baseline")
+        if self.name == "grpo" and self.normalize_advantages:
+            raise ValueError("algorithm.normalize_advantages is for PPO; GRPO normalises in its groups")
+        if (self.aggregation == "constant") != (self.constant_divisor > 0):
+            raise ValueError('algorithm.constant_divisor goes with aggregation = "constant", and only with it')
+        if self.minibatches > self.groups_per_update:
+            raise ValueError(f"algorithm.minibatches {self.minibatches} exceeds groups_per_update {self.groups_per_update}")
+        return self
+
+
+class OptimizerConfig(Table):
+    """AdamW with float32 masters."""
+
+    lr: Rate = 5e-4
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup: Natural = Field(0, description="optimizer steps from 0 to lr")
+    decay_steps: Natural = Field(0, description="optimizer step at which a cosine reaches 0")
+    b1: Fraction = 0.9
+    b2: Fraction = 0.99
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
+    max_skips: Positive = Field(5, description="updates in a row with non-finite gradients before the run stops")
+
+    @model_validator(mode="after")
+    def _schedule(self) -> OptimizerConfig:
+        if self.schedule == "cosine" and self.decay_steps <= self.warmup:
+            raise ValueError(f"optimizer.decay_steps {self.decay_steps} must exceed optimizer.warmup {self.warmup} for a cosine")
+        return self
+
+
+class WarmConfig(Table):
+    """Supervised warm start on reference rollouts, before the first RL update. 0 updates: none."""
+
+    updates: Natural = 0
+    rollouts_per_update: Positive = 128
+    lr: Rate = 1e-3
+
+
+class LearnerConfig(Table):
+    updates: Positive = 30
+    max_lag: Natural = Field(2, description="updates between the policy that sampled a token and the one it trains")
+    on_stale: Literal["mask", "drop", "restart"] = "mask"
+    take: Literal["fixed", "drain"] = "fixed"
+    max_attempts: Positive = Field(3, description="of one rollout, before it is failed")
+    lease_s: Rate = Field(20.0, description="an assignment whose actor is silent for so long is issued again")
+    port: Natural = 0
+    row_length: Positive = Field(320, description="tokens of a packed row; no rollout may be longer")
+    rows_per_microbatch: Positive = 32
+    stall_s: Rate = Field(120.0, description="a wait of the learner longer than this becomes an event")
+
+
+class EvalConfig(Table):
+    """Held-out evaluation at init, after the warm start, every `every` updates (0: never between) and at the end."""
+
+    tasks: Positive = Field(128, description="held-out tasks per domain, always the same")
+    every: Natural = 0
+    init: bool = True
+    modes: list[Literal["greedy", "sampled"]] = ["greedy"]
+    deadline_s: Rate = 120.0
+
+
+class CheckpointConfig(Table):
+    every: Positive = Field(10, description="updates; the last update is always saved")
+    keep: Positive = 2
+
+
+class RunConfig(Table):
+    """A run, whole."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder is runs/<name>")
+    seed: Natural = 1
+    host: str = Field("127.0.0.1", description="address that local processes bind and call")
+    model: ModelConfig = ModelConfig()
+    domains: list[DomainConfig] = Field(min_length=1)
+    engine: EngineConfig = EngineConfig()
+    actors: ActorsConfig = ActorsConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    warm: WarmConfig = WarmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tls: TlsConfig = TlsConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        names = [domain.name for domain in self.domains]
+        if len(set(names)) != len(names):
+            raise ValueError(f"domains {names}: a name stands twice")
+        for domain in self.domains:
+            if domain.limits.max_tokens > self.engine.max_length:
+                raise ValueError(
+                    f"domains.{domain.name}.limits.max_tokens {domain.limits.max_tokens} exceeds engine.max_length {self.engine.max_length}"
+                )
+            if domain.limits.max_tokens > self.learner.row_length:
+                raise ValueError(
+                    f"domains.{domain.name}.limits.max_tokens {domain.limits.max_tokens} exceeds learner.row_length {self.learner.row_length}"
+                )
+            if self.eval.tasks > domain.heldout_tasks:
+                raise ValueError(f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}")
+        return self
