@@ -1,0 +1,54 @@
+# Five minutes from a bare python3 (3.11 or newer): `make smoke` trains an agent, `make test` runs the tests.
+PYTHON ?= python3
+VENV ?= .venv
+UV_VERSION := 0.13.9
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+RUNS ?= runs
+
+.PHONY: setup proto lock lint format test smoke smoke-ppo bench long clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "polyturn: error: $$($(PYTHON) --version) is too old; set PYTHON to 3.11 or newer" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(VENV)/bin/uv pip install --quiet --python $(PY) --require-hashes -r requirements.lock
+	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps -e .
+	@touch $@
+
+proto: $(STAMP)
+	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. common/proto/rl.proto
+
+lock: $(STAMP)
+	$(VENV)/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header \
+	  --no-emit-index-url --no-emit-find-links -o requirements.lock -q \
+	  --extra learner --extra actors --extra launch --extra k8s --extra frozenlake --extra arithmetic --extra dev
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(PY)
+
+test: $(STAMP)
+	$(PY) -m pytest -m "not long"
+
+smoke: $(STAMP)
+	$(PY) tools/launch.py local configs/smoke.toml --overwrite
+
+smoke-ppo: $(STAMP)
+	$(PY) tools/launch.py local configs/smoke_ppo.toml --overwrite
+
+bench: $(STAMP)
+	@for bench in tools/bench_*.py; do [ -e "$$bench" ] || continue; echo "== $$bench"; $(PY) $$bench || exit 1; done
+
+long: $(STAMP)
+	$(PY) -m pytest -m long --timeout 3600
+
+clean:
+	rm -rf $(VENV) $(RUNS) build *.egg-info .pytest_cache .ruff_cache .hypothesis
