@@ -48,7 +48,7 @@ class ModelConfig(Table):
     head_dim: Positive = 24
     rope_theta: float = Field(10_000.0, gt=0)
     tie_embeddings: bool = True
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of compute and of published weights; masters are float32")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of compute and published weights; masters are float32")
     remat: bool = Field(False, description="recompute layer activations in the backward pass")
 
     @model_validator(mode="after")
@@ -143,7 +143,9 @@ class AlgorithmConfig(Table):
     constant_divisor: float = Field(0.0, ge=0, description="of aggregation = constant: tokens per rollout")
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
-    critic: Literal["none", "shared", "separate"] = Field("none", description="PPO: value head on the policy's trunk, or a network of its own")
+    critic: Literal["none", "shared", "separate"] = Field(
+        "none", description="a value head on the trunk, or a network of its own"
+    )
     value_coefficient: float = Field(0.5, ge=0)
     value_clip: float = Field(0.2, ge=0, description="0 turns value clipping off")
     normalize_advantages: bool = Field(False, description="PPO: whiten advantages over the action tokens of the update")
@@ -247,14 +249,13 @@ class RunConfig(Table):
         if len(set(names)) != len(names):
             raise ValueError(f"domains {names}: a name stands twice")
         for domain in self.domains:
-            if domain.limits.max_tokens > self.engine.max_length:
-                raise ValueError(
-                    f"domains.{domain.name}.limits.max_tokens {domain.limits.max_tokens} exceeds engine.max_length {self.engine.max_length}"
-                )
-            if domain.limits.max_tokens > self.learner.row_length:
-                raise ValueError(
-                    f"domains.{domain.name}.limits.max_tokens {domain.limits.max_tokens} exceeds learner.row_length {self.learner.row_length}"
-                )
+            tokens, where = domain.limits.max_tokens, f"domains.{domain.name}.limits.max_tokens"
+            if tokens > self.engine.max_length:
+                raise ValueError(f"{where} {tokens} exceeds engine.max_length {self.engine.max_length}")
+            if tokens > self.learner.row_length:
+                raise ValueError(f"{where} {tokens} exceeds learner.row_length {self.learner.row_length}")
             if self.eval.tasks > domain.heldout_tasks:
-                raise ValueError(f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}")
+                raise ValueError(
+                    f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}"
+                )
         return self

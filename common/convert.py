@@ -230,9 +230,7 @@ def assignment_to(a: t.Assignment) -> pb.AssignmentMessage:
         task=task_to(a.task),
         source=int(a.source),  # pyright: ignore[reportArgumentType]
         purpose=a.purpose,
-        limits=pb.LimitsMessage(
-            max_turns=a.limits.max_turns, max_tokens=a.limits.max_tokens, deadline_s=a.limits.deadline_s
-        ),
+        limits=pb.LimitsMessage(max_turns=a.limits.max_turns, max_tokens=a.limits.max_tokens, deadline_s=a.limits.deadline_s),
         sampling=sampling_to(a.sampling),
         context=pb.ContextPolicyMessage(name=a.context.name, options_json=json.dumps(a.context.options)),
     )

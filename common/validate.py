@@ -43,7 +43,8 @@ def check(trajectory: Trajectory, vocabulary: Vocabulary, versions: Collection[i
         for index, step in enumerate(trajectory.steps):
             for run in step.versions:
                 if run.version not in versions:
-                    raise RecordError("version_exists", trajectory.rollout_id, f"step {index}: version {run.version} was never published")
+                    detail = f"step {index}: version {run.version} was never published"
+                    raise RecordError("version_exists", trajectory.rollout_id, detail)
 
 
 def _identity(t: Trajectory, _: Vocabulary) -> Iterator[str]:
@@ -165,7 +166,8 @@ def _finish(t: Trajectory, _: Vocabulary) -> Iterator[str]:
             yield f"step {index} was aborted: a fragment must not be graded"
         if not len(step.action_ids) and step.finish == Finish.STOP:
             yield f"step {index} stopped without a token"
-        if step.finish == Finish.LENGTH and index == len(t.steps) - 1 and t.status == Status.TERMINATED and step.kind == StepKind.ACT:
+        last = index == len(t.steps) - 1 and step.kind == StepKind.ACT
+        if last and step.finish == Finish.LENGTH and t.status == Status.TERMINATED:
             yield f"step {index}, the last one, was cut by the token limit, but the status is TERMINATED"
 
 

@@ -86,7 +86,7 @@ def bind(server: grpc.Server | grpc.aio.Server, address: str, tls: Tls = Tls()) 
     else:
         cause = None
     if port == 0:
-        raise PortBusy(f"cannot listen on {address}: the port is busy or not ours; stop the other process or set another port") from cause
+        raise PortBusy(f"cannot listen on {address}: the port is busy; stop the other process or set another port") from cause
     return port
 
 

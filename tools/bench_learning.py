@@ -1,0 +1,75 @@
+"""Do the committed configurations learn? Runs each with several seeds, and with all advantages zero as a control.
+
+    python tools/bench_learning.py --configs smoke smoke_ppo arithmetic --seeds 1 2 3
+
+Prints a table and writes runs/bench/learning.json. Every number is held-out greedy success on the same tasks. Finished
+runs under runs/learning/ are kept and not repeated, so that an interrupted benchmark goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(config: str, seed: int, control: bool, base: Path) -> dict[str, Any]:
+    """The summary of one run, started unless it has finished before."""
+    name = f"{config}-{'control-' if control else ''}{seed}"
+    summary = base / name / "summary.json"
+    if not summary.is_file():
+        command = [sys.executable, "tools/launch.py", "local", f"configs/{config}.toml", "--overwrite", "--runs", str(base)]
+        command += [f"--seed={seed}", f"--name={name}", f"--algorithm.zero_advantages={str(control).lower()}"]
+        subprocess.run(command, cwd=ROOT, check=True)
+    return json.loads(summary.read_text())
+
+
+def success(summary: dict[str, Any], phase: str) -> float:
+    values = [e["success"] for e in summary["evals"] if e["phase"] == phase and e["mode"] == "greedy"]
+    return statistics.mean(values)
+
+
+def spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", nargs="+", default=["smoke", "smoke_ppo", "arithmetic"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning")
+    args = parser.parse_args()
+    measurements: dict[str, float] = {}
+    rows: list[str] = []
+    for config in args.configs:
+        for control in (False, True):
+            name = f"{config}{'_control' if control else ''}"
+            summaries = [run(config, seed, control, args.runs) for seed in args.seeds]
+            warm = [success(s, "warm") for s in summaries]
+            rl = [success(s, "rl") for s in summaries]
+            wall = [s["wall_seconds"] for s in summaries]
+            for key, values in (("warm", warm), ("rl", rl), ("wall_seconds", wall)):
+                measurements[f"{name}.{key}.mean"] = statistics.mean(values)
+                measurements[f"{name}.{key}.min"] = min(values)
+                measurements[f"{name}.{key}.max"] = max(values)
+            rows.append(f"| {name} | {len(warm)} | {spread(warm)} | {spread(rl)} | {min(rl):.3f} | {max(wall):.0f} s |")
+    print("| configuration | seeds | after warm start | after RL | worst seed | longest run |\n|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    out = ROOT / "runs" / "bench" / "learning.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
+    out.write_text(json.dumps({"measurements": measurements, "machine": machine, "commit": commit}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

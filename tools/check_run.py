@@ -1,0 +1,59 @@
+"""Does a finished run hold what it promises? Reads summary.json, prints a line per check, exit status 1 on failure.
+
+python tools/check_run.py runs/smoke --min-rl 0.85 --max-warm 0.6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.cli import load
+
+
+def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    rollouts = dict(summary["rollouts"])
+    dispatched = rollouts.pop("dispatched")
+    yield (
+        f"every dispatched rollout has one outcome: {dispatched} = {sum(rollouts.values())} {rollouts}",
+        dispatched == sum(rollouts.values()),
+    )
+    yield f"updates: {summary['updates']} of {updates}", summary["updates"] == updates
+    yield f"lag at most {max_lag}: {summary['lag']['max']}", summary["lag"]["max"] <= max_lag
+    yield f"compilations after warm-up: {summary['recompilations_after_warmup']}", not summary["recompilations_after_warmup"]
+    greedy = {e["phase"]: e for e in summary["evals"] if e["mode"] == "greedy"}
+    if args.max_warm is not None:
+        yield (
+            f"success after the warm start {greedy['warm']['success']:.3f} <= {args.max_warm}",
+            greedy["warm"]["success"] <= args.max_warm,
+        )
+    if args.min_rl is not None:
+        yield f"success after RL {greedy['rl']['success']:.3f} >= {args.min_rl}", greedy["rl"]["success"] >= args.min_rl
+        low, high = greedy["rl"]["ci95"][0], greedy["warm"]["ci95"][1]
+        yield f"intervals disjoint: RL from {low:.3f}, warm start up to {high:.3f}", low > high
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--min-rl", type=float, help="least held-out greedy success after RL")
+    parser.add_argument("--max-warm", type=float, help="most held-out greedy success after the warm start")
+    args = parser.parse_args()
+    path = args.run / "summary.json"
+    if not path.is_file():
+        print(f"polyturn: error: {path} does not exist: the run has not finished", file=sys.stderr)
+        return 2
+    config = load(args.run / "config.toml")
+    failed = 0
+    for line, ok in checks(json.loads(path.read_text()), config.learner.max_lag, config.learner.updates, args):
+        print(("ok    " if ok else "FAILED"), line)
+        failed += not ok
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
