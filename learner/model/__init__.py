@@ -1,0 +1,1 @@
+"""The policy network: its sizes, its forward pass, its files, its sharding."""

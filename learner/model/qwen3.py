@@ -1,0 +1,194 @@
+"""Qwen3 in Flax NNX: RMSNorm, grouped-query attention with normed queries and keys, rotary positions, SwiGLU.
+
+Parameters are float32 and are cast to the compute dtype where they are used; norms, rotations, softmax and logits are
+float32. One definition of a block serves training (whole rows) and the engine (new tokens against a cache).
+
+Dimension key: B rows, T tokens of a row, S keys that a token may attend to, D hidden, F intermediate, N query heads,
+K key-value heads, G query heads per key-value head, H head size, V vocabulary, L slots of a cache, M positions of a slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from learner.model.spec import ModelSpec
+
+MASKED = -1e30  # finite: a row without any key to attend to stays finite too
+
+
+class LayerCache(NamedTuple):
+    """Keys (after rotation) and values of one layer."""
+
+    keys: jax.Array  # [L, M, K, H]
+    values: jax.Array  # [L, M, K, H]
+
+
+Cache = tuple[LayerCache, ...]  # one per layer
+
+
+class CacheWindow(NamedTuple):
+    """Which part of a cache a forward pass writes and reads."""
+
+    slots: jax.Array  # [B] int32: the slot of each row
+    positions: jax.Array  # [B, T] int32: where each token's key goes; M or more drops it
+    width: int  # positions 0..width-1 of a slot are read
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """`x @ kernel` without bias; kernel [in, out], in the dtype of x. Starts normal with variance scale²/in."""
+
+    def __init__(self, size_in: int, size_out: int, rngs: nnx.Rngs, scale: float = 1.0) -> None:
+        deviation = scale * size_in**-0.5
+        self.kernel = nnx.Param(deviation * jax.random.normal(rngs.params(), (size_in, size_out), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q = Linear(spec.hidden_size, queries, rngs)
+        self.k = Linear(spec.hidden_size, keys, rngs)
+        self.v = Linear(spec.hidden_size, keys, rngs)
+        self.o = Linear(queries, spec.hidden_size, rngs, scale=(2 * spec.num_layers) ** -0.5)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps)
+        self.head_dim = spec.head_dim
+
+    def __call__(
+        self, x: jax.Array, rotation: jax.Array, mask: jax.Array, cache: LayerCache | None, window: CacheWindow | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """x [B, T, D], rotation [B, T, 2, H/2], mask [B, T, S] -> [B, T, D] and the cache with this row's keys in it."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = rotate(self.q_norm(self.q(x).reshape(heads)), rotation)
+        k = rotate(self.k_norm(self.k(x).reshape(heads)), rotation)
+        v = self.v(x).reshape(heads)
+        if cache is not None and window is not None:
+            cache = write(cache, k, v, window)
+            k, v = cache.keys[window.slots, : window.width], cache.values[window.slots, : window.width]
+        return self.o(attend(q, k, v, mask)), cache
+
+
+class Mlp(nnx.Module):
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        self.gate = Linear(spec.hidden_size, spec.intermediate_size, rngs)
+        self.up = Linear(spec.hidden_size, spec.intermediate_size, rngs)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, rngs, scale=(2 * spec.num_layers) ** -0.5)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.attention = Attention(spec, rngs)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.mlp = Mlp(spec, rngs)
+
+    def __call__(
+        self, x: jax.Array, rotation: jax.Array, mask: jax.Array, cache: LayerCache | None = None, window: CacheWindow | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        mixed, cache = self.attention(self.attention_norm(x), rotation, mask, cache, window)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Qwen3(nnx.Module):
+    """The network. `dtype` is that of activations; parameters are float32 whatever it is."""
+
+    def __init__(self, spec: ModelSpec, *, rngs: nnx.Rngs, dtype: jnp.dtype | type = jnp.float32, remat: bool = False) -> None:
+        shape = (spec.vocab_size, spec.hidden_size)
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.blocks = nnx.List([Block(spec, rngs) for _ in range(spec.num_layers)])
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.head = None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, rngs, scale=0.2)
+        self.spec, self.dtype, self.remat = spec, jnp.dtype(dtype), remat
+
+    def __call__(self, ids: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Hidden states after the final norm, [B, T, D], of rows that hold one or more packed sequences.
+
+        Each argument is [B, T] int32. A token attends to itself and to earlier tokens of its row with its segment id.
+        Segment id 0 is padding: it may stand anywhere, and no token outside it sees it. `positions` count from 0 in
+        each sequence, whatever stands before it in the row.
+        """
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        mask = same & jnp.tril(jnp.ones(same.shape[1:], bool))
+        rotation = self._rotation(positions)
+        x = self._embed(ids)
+        block_forward = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        for block in self.blocks:
+            x, _ = block_forward(block, x, rotation, mask)
+        return self.norm(x)
+
+    def cached(self, ids: jax.Array, cache: Cache, window: CacheWindow) -> tuple[jax.Array, Cache]:
+        """Hidden states [B, T, D] of new tokens `ids` [B, T] that follow what their slots hold, and the grown cache.
+
+        A token at position p attends to positions 0..p of its slot; they must be below `window.width`.
+        """
+        mask = jnp.arange(window.width) <= window.positions[:, :, None]
+        rotation = self._rotation(window.positions)
+        x = self._embed(ids)
+        grown = []
+        for block, layer in zip(self.blocks, cache, strict=True):
+            x, layer = block(x, rotation, mask, layer, window)
+            grown.append(layer)
+        return self.norm(x), tuple(grown)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> [..., V] float32."""
+        kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
+        return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def empty_cache(self, slots: int, length: int) -> Cache:
+        """Zeros for `slots` sequences of up to `length` tokens."""
+        shape = (slots, length, self.spec.num_kv_heads, self.spec.head_dim)
+        return tuple(LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks)
+
+    def _embed(self, ids: jax.Array) -> jax.Array:
+        return self.embedding[...][ids].astype(self.dtype)
+
+    def _rotation(self, positions: jax.Array) -> jax.Array:
+        """cos and sin of each token's rotary angles, [B, T, 2, H/2] float32; angle i is position · theta^(−2i/H)."""
+        size = self.spec.head_dim
+        frequencies = self.spec.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+        angles = positions[..., None].astype(jnp.float32) * frequencies
+        return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2)
+
+
+def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
+    """Rotary embedding of x [B, T, heads, H]: component i pairs with i + H/2, as Hugging Face stores it."""
+    cos, sin = rotation[:, :, None, 0], rotation[:, :, None, 1]  # [B, T, 1, H/2]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention; q [B, T, N, H], k and v [B, S, K, H], mask [B, T, S] -> [B, T, N·H]."""
+    rows, length, heads, size = q.shape
+    q = q.reshape(rows, length, k.shape[2], -1, size)  # [B, T, K, G, H]
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(rows, length, heads * size)
+
+
+def write(cache: LayerCache, k: jax.Array, v: jax.Array, window: CacheWindow) -> LayerCache:
+    """Put k and v [B, T, K, H] at their slots and positions; positions outside the cache are dropped."""
+    at = (window.slots[:, None], window.positions)
+    return LayerCache(cache.keys.at[at].set(k, mode="drop"), cache.values.at[at].set(v, mode="drop"))
