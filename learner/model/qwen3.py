@@ -103,7 +103,12 @@ class Block(nnx.Module):
         self.mlp = Mlp(spec, rngs)
 
     def __call__(
-        self, x: jax.Array, rotation: jax.Array, mask: jax.Array, cache: LayerCache | None = None, window: CacheWindow | None = None
+        self,
+        x: jax.Array,
+        rotation: jax.Array,
+        mask: jax.Array,
+        cache: LayerCache | None = None,
+        window: CacheWindow | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         mixed, cache = self.attention(self.attention_norm(x), rotation, mask, cache, window)
         x = x + mixed
