@@ -1,0 +1,144 @@
+"""What the learner says to an inference engine, over SGLang's native HTTP API (the embedded engine speaks the same).
+
+A small blocking client: one connection per call, every call with a deadline, every failure an EngineError that says
+which call failed and what the server answered. Actors have a client of their own; this one never generates.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+MAX_BODY_BYTES = 16 * 2**20
+STARTING = 503  # the status of an engine that is not ready yet
+
+
+class EngineError(Exception):
+    """A call failed. `status` is the HTTP status, 0 when no answer came; `message` is the server's own."""
+
+    def __init__(self, call: str, status: int, message: str) -> None:
+        super().__init__(f"{call} answered {status}: {message}" if status else f"{call}: {message}")
+        self.call = call
+        self.status = status
+        self.message = message
+
+
+class EngineGone(EngineError):
+    """Nobody is there (connection refused or lost), or the engine says that it is still starting."""
+
+
+class EngineSilent(EngineError):
+    """No answer before the deadline."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds allowed for each kind of call."""
+
+    look_s: float = 10.0  # model_info, health, server_info
+    pause_s: float = 30.0  # pause, continue, abort, flush
+    update_s: float = 300.0
+
+
+class EngineApi:
+    """The engine at `url` (`http://host:port`)."""
+
+    def __init__(self, url: str, deadlines: Deadlines = Deadlines()) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"engine url {url!r}: write http://host:port")
+        self.url = url
+        self._host, self._port, self._base = parts.hostname, parts.port or 80, parts.path.rstrip("/")
+        self._deadlines = deadlines
+
+    def weight_version(self) -> str:
+        """The label of the weights it serves: "default" until an update gave it another."""
+        info = self._call("GET", "/model_info", self._deadlines.look_s)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise EngineError("/model_info", 200, "no weight_version in the answer; is this an SGLang 0.5 server?")
+        return str(info["weight_version"])
+
+    def health(self) -> None:
+        """Raises EngineGone while the engine is starting."""
+        self._call("GET", "/health", self._deadlines.look_s)
+
+    def server_info(self) -> dict[str, Any]:
+        return self._call("GET", "/server_info", self._deadlines.look_s)
+
+    def pause(self) -> None:
+        """Stop generating and take running requests back into the queue: they keep their tokens, not their cache."""
+        self._call("POST", "/pause_generation", self._deadlines.pause_s, {"mode": "retract"})
+
+    def resume(self) -> None:
+        self._call("POST", "/continue_generation", self._deadlines.pause_s, {})
+
+    def update_weights(self, directory: Path, version: int) -> None:
+        """Load `directory` and flush the prefix cache: no key or value of the old weights may serve the new ones."""
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+        answer = self._call("POST", "/update_weights_from_disk", self._deadlines.update_s, body)
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise EngineError("/update_weights_from_disk", 200, _message(answer))
+
+    def abort_all(self) -> None:
+        """End every request; callers get what was sampled so far with finish reason abort."""
+        self._call("POST", "/abort_request", self._deadlines.pause_s, {"rid": "", "abort_all": True})
+
+    def flush_cache(self) -> None:
+        self._call("POST", f"/flush_cache?timeout={max(1, int(self._deadlines.pause_s / 2))}", self._deadlines.pause_s, {})
+
+    def _call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
+        call = path.partition("?")[0]
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        until = time.monotonic() + timeout
+        try:
+            connection.request(
+                method,
+                self._base + path,
+                None if body is None else orjson.dumps(body),
+                {"Content-Type": "application/json", "Connection": "close"},
+            )
+            socket = connection.sock
+            response = connection.getresponse()
+            parts = bytearray()
+            while chunk := response.read1(2**16):
+                parts += chunk
+                left = until - time.monotonic()  # the socket's timeout is per read; the deadline is for the whole call
+                if left <= 0:
+                    raise TimeoutError
+                if len(parts) > MAX_BODY_BYTES:
+                    raise EngineError(call, response.status, f"more than {MAX_BODY_BYTES} bytes")
+                socket.settimeout(left)
+            status, answer = response.status, _decode(bytes(parts))
+        except TimeoutError as error:
+            raise EngineSilent(call, 0, f"no answer within {timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineGone(call, 0, f"cannot reach {self.url}: {error.__class__.__name__} {error}".rstrip()) from error
+        finally:
+            connection.close()
+        if status == STARTING:
+            raise EngineGone(call, status, _message(answer) or "still starting")
+        if status != 200:
+            raise EngineError(call, status, _message(answer))
+        return answer
+
+
+def _decode(raw: bytes) -> Any:
+    """JSON, or the text when it is not JSON (flush_cache and abort_request answer with plain text)."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return raw.decode(errors="replace").strip()
+
+
+def _message(answer: Any) -> str:
+    """The first line of the server's own words, from any of the shapes that SGLang sends."""
+    if isinstance(answer, dict):
+        inner = answer.get("error", answer)
+        answer = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return (str(answer).strip().splitlines() or [""])[0][:500]

@@ -1,0 +1,322 @@
+"""Real servers with scripted behaviour. FakeEngine is an inference engine that speaks SGLang's native HTTP API.
+
+It generates in slots, token by token, has a queue, a prefix cache whose entries carry the version that made them, and
+the same rules as SGLang for pausing, flushing and weight updates. Every call can be scripted to fail, to hang or to drop
+the connection. It runs on a thread of its own, on a loopback port that survives `restart()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import orjson
+from aiohttp import web
+
+Reply = Callable[[list[int], dict[str, Any]], list[int]]  # prompt and sampling_params -> the tokens to sample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer a call with this instead of doing it."""
+
+    status: int
+    body: Any = field(default_factory=dict)
+
+
+HANG = "hang"  # never answer
+DROP = "drop"  # close the connection without an answer
+LOSE = "lose"  # do it, then close the connection without an answer
+
+
+@dataclass(eq=False)
+class Request:
+    rid: str
+    prompt: list[int]
+    plan: list[int]  # tokens it will sample, already cut at max_new_tokens
+    finish: dict[str, Any]  # the finish reason when the plan is done
+    output: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # of each output token
+    cached: int = 0
+    retractions: int = 0
+    ended: dict[str, Any] | None = None
+
+
+def count_up(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+    """The default policy: the last prompt token + 1, + 2, ..., modulo 100, up to max_new_tokens."""
+    return [(prompt[-1] + 1 + i) % 100 for i in range(sampling.get("max_new_tokens", 128))]
+
+
+class FakeEngine:
+    """`with FakeEngine() as engine: ... engine.url ... engine.calls`."""
+
+    def __init__(self, *, slots: int = 8, token_s: float = 0.0, reply: Reply = count_up, vocabulary: int = 2**31) -> None:
+        self.slots, self.token_s, self.reply, self.vocabulary = slots, token_s, reply, vocabulary
+        self.port = 0
+        self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body of every POST, in order
+        self.trace: list[tuple[str, str]] = []  # ("update", version), ("flush", ""), ("token", rid), in order
+        self.reused: list[tuple[str, str]] = []  # (version that reads, version that wrote) of every prefix cache hit
+        self.healthy = True
+        self.server_info: dict[str, Any] = {}
+        self._scripts: defaultdict[str, deque[Answer | str]] = defaultdict(deque)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.weight_version = "default"
+        self.model_path = "start"
+        self.paused = False
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.cache: list[tuple[tuple[int, ...], str]] = []  # tokens and the version whose KV it is
+
+    def script(self, path: str, *answers: Answer | str) -> None:
+        """The next calls of `path` get these answers, one each; then it behaves again."""
+        self._scripts[path].extend(answers)
+
+    def posts(self) -> list[str]:
+        """Paths of the control calls so far (not /generate), in order."""
+        return [path for path, _ in self.calls if path != "/generate"]
+
+    # ---- life ------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), name="fake-engine", daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    def stop(self) -> None:
+        """The process is gone: connections are refused."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join()
+
+    def restart(self) -> None:
+        """A new process on the same port: other weights, nothing cached, not paused."""
+        self.stop()
+        self._reset()
+        self.start()
+
+    async def _main(self, ready: threading.Event) -> None:
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application()
+        for path in ("/model_info", "/server_info", "/health", "/v1/loads"):
+            app.router.add_get(path, self._get)
+        for path in POSTS:
+            app.router.add_post(path, self._post)
+        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        ready.set()
+        await self._ending.wait()
+        await runner.cleanup()
+
+    # ---- HTTP ------------------------------------------------------------------------------------------------
+
+    async def _get(self, http: web.Request) -> web.Response:
+        if scripted := await self._scripted(http):
+            return scripted
+        match http.path:
+            case "/health":
+                return web.Response(status=200 if self.healthy else 503)
+            case "/model_info":
+                return _json({"model_path": self.model_path, "weight_version": self.weight_version, "is_generation": True})
+            case "/server_info":
+                return _json({"weight_version": self.weight_version, **self.server_info})
+            case _:
+                return _json({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": len(self.waiting)}]})
+
+    async def _post(self, http: web.Request) -> web.Response:
+        raw = await http.read()
+        body = orjson.loads(raw) if raw else {}
+        self.calls.append((http.path, body))
+        lose = self._scripts[http.path] and self._scripts[http.path][0] == LOSE
+        if lose:
+            self._scripts[http.path].popleft()
+        elif scripted := await self._scripted(http):
+            return scripted
+        answer = await getattr(self, POSTS[http.path])(body)
+        if lose:
+            return _drop(http)
+        return answer
+
+    async def _scripted(self, http: web.Request) -> web.Response | None:
+        if not self._scripts[http.path]:
+            return None
+        answer = self._scripts[http.path].popleft()
+        if answer == HANG:
+            await asyncio.Event().wait()
+        if not isinstance(answer, Answer):
+            return _drop(http)
+        return _json(answer.body, answer.status)
+
+    # ---- control ---------------------------------------------------------------------------------------------
+
+    async def _pause(self, body: dict[str, Any]) -> web.Response:
+        self.paused = True
+        mode = body.get("mode", "abort")
+        if mode == "retract":
+            for request in self.running:
+                request.retractions += 1
+            self.waiting, self.running = self.running + self.waiting, []
+        elif mode == "abort":
+            self._abort("")
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, body: dict[str, Any]) -> web.Response:
+        self.paused = False
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _update(self, body: dict[str, Any]) -> web.Response:
+        while self.running and not self.paused:  # without a pause an update waits for running requests
+            await asyncio.sleep(0.001)
+        self.model_path = body["model_path"]
+        self.trace.append(("update", body["weight_version"]))
+        if body.get("flush_cache", True) and not self._flush():
+            message = "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
+        self.weight_version = body["weight_version"]
+        message = f"Succeeded to update model weights. Weight version updated to {self.weight_version}."
+        return _json({"success": True, "message": message, "num_paused_requests": 0})
+
+    def _flush(self) -> bool:
+        if self.running:
+            return False
+        self.cache.clear()
+        self.trace.append(("flush", ""))
+        return True
+
+    async def _flush_cache(self, body: dict[str, Any]) -> web.Response:
+        if self.waiting or not self._flush():
+            return web.Response(status=400, text="Flush cache failed.\n")
+        return web.Response(text="Cache flushed.\n")
+
+    async def _abort_request(self, body: dict[str, Any]) -> web.Response:
+        self._abort("" if body.get("abort_all") else body["rid"])
+        return web.Response()
+
+    def _abort(self, rid: str) -> None:
+        for request in self.running + self.waiting:
+            if not rid or request.rid == rid:
+                request.ended = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        self.running = [r for r in self.running if not r.ended]
+        self.waiting = [r for r in self.waiting if not r.ended]
+
+    # ---- generation ------------------------------------------------------------------------------------------
+
+    async def _generate(self, body: dict[str, Any]) -> web.Response:
+        ids = body["input_ids"]
+        batched = bool(ids) and isinstance(ids[0], list)
+        prompts = ids if batched else [ids]
+        for prompt in prompts:
+            if not prompt or not all(0 <= i < self.vocabulary for i in prompt):
+                return _json({"error": {"message": f"input_ids {prompt[:8]} are empty or outside the vocabulary"}}, 400)
+        requests = [self._request(prompt, body, index) for index, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*(self._serve(request) for request in requests))
+        return _json(results if batched else results[0])
+
+    def _request(self, prompt: list[int], body: dict[str, Any], index: int) -> Request:
+        sampling = body.get("sampling_params", {})
+        limit, stops = sampling.get("max_new_tokens", 128), set(sampling.get("stop_token_ids", ()))
+        plan = self.reply(prompt, sampling)[:limit]
+        stop_at = next((i for i, token in enumerate(plan) if token in stops), None)
+        finish = {"type": "length", "length": len(plan)}
+        if stop_at is not None:
+            plan, finish = plan[: stop_at + 1], {"type": "stop", "matched": plan[stop_at]}
+        elif len(plan) < limit:
+            finish = {"type": "stop", "matched": plan[-1] if plan else None}
+        rid = body.get("rid") or f"fake-{len(self.calls)}-{index}"
+        return Request(rid if isinstance(rid, str) else rid[index], prompt, plan, finish)
+
+    async def _serve(self, request: Request) -> dict[str, Any]:
+        self.waiting.append(request)
+        try:
+            while not request.ended:
+                if not self.paused and request in self.running:
+                    self._sample(request)
+                elif not self.paused and len(self.running) < self.slots:
+                    self.waiting.remove(request)
+                    self.running.append(request)
+                    request.cached = self._prefix(request)
+                await asyncio.sleep(self.token_s or 0.0005)
+        finally:  # also when the client closed its connection
+            self.running = [r for r in self.running if r is not request]
+            self.waiting = [r for r in self.waiting if r is not request]
+        return self._result(request)
+
+    def _sample(self, request: Request) -> None:
+        if len(request.output) < len(request.plan):
+            request.output.append(request.plan[len(request.output)])
+            request.versions.append(self.weight_version)
+            self.trace.append(("token", request.rid))
+        if len(request.output) == len(request.plan):
+            request.ended = request.finish
+            self.cache.append((tuple(request.prompt + request.output), self.weight_version))
+
+    def _prefix(self, request: Request) -> int:
+        """How many leading tokens stand in the cache already; says which version wrote them."""
+        tokens, best = request.prompt + request.output, 0
+        for entry, version in self.cache:
+            common = next(
+                (i for i, (a, b) in enumerate(zip(entry, tokens, strict=False)) if a != b), min(len(entry), len(tokens))
+            )
+            if common:
+                self.reused.append((self.weight_version, version))
+            best = max(best, common)
+        return min(best, len(tokens) - 1)
+
+    def _result(self, request: Request) -> dict[str, Any]:
+        spans: list[dict[str, Any]] = []
+        for index, version in enumerate(request.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": index, "end": index})
+            spans[-1]["end"] = index + 1
+        meta = {
+            "id": request.rid,
+            "finish_reason": request.ended,
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(request.output),
+            "cached_tokens": request.cached,
+            "num_retractions": request.retractions,
+            "weight_version": self.weight_version,
+            "weight_versions": spans,
+            "output_token_logprobs": [[-0.5, token, None] for token in request.output],
+        }
+        return {"text": "", "output_ids": request.output, "meta_info": meta}
+
+
+POSTS = {
+    "/pause_generation": "_pause",
+    "/continue_generation": "_continue",
+    "/update_weights_from_disk": "_update",
+    "/flush_cache": "_flush_cache",
+    "/abort_request": "_abort_request",
+    "/generate": "_generate",
+}
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def _drop(http: web.Request) -> web.Response:
+    if http.transport is not None:
+        http.transport.abort()
+    return web.Response(status=500)

@@ -1,0 +1,48 @@
+"""What several tests of this folder share: a blocking /generate, background calls, short deadlines, tiny weights."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import orjson
+from safetensors.numpy import load_file, save_file
+
+from learner.engine_api import Deadlines
+
+TIGHT = Deadlines(look_s=0.3, pause_s=0.3, update_s=0.3)
+
+
+def generate(url, body):
+    request = urllib.request.Request(f"{url}/generate", orjson.dumps(body), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return orjson.loads(answer.read())
+
+
+@contextmanager
+def in_background(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(function, *args)
+
+
+def eventually(condition, what, seconds=20.0):
+    """Wait until `condition()` is true; the bound only ends a hanging test."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.005)
+
+
+def weights(value):
+    return {"model.norm.weight": np.full(4, value, np.float32), "lm_head.weight": np.full((2, 3), value, np.float32)}
+
+
+def save(params, directory):
+    save_file(dict(params), str(directory / "model.safetensors"))
+
+
+def load(directory):
+    return load_file(str(directory / "model.safetensors"))
