@@ -1,0 +1,105 @@
+"""Losses of single tokens, and the log-probabilities they are made of. Pure; arrays of any shape, one loss per entry.
+
+Sums, weights and masks are the caller's: a loss here knows nothing of its neighbours. Every log-probability of the
+policy is of softmax(logits / temperature), with the temperature that the token was sampled at; values never are.
+
+Dimension key: B rows, T tokens of a row, D hidden, N tokens, V vocabulary; *N is any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from beartype import beartype
+from jaxtyping import Array, Bool, Float, Int, jaxtyped
+
+LOG_RATIO_BOUND = 20.0  # exp(20) is 4.9e8: far outside every clip, and still finite
+CHUNK = 512  # trained tokens whose logits exist at one time
+
+shaped = jaxtyped(typechecker=beartype)
+Head = Callable[[jax.Array], jax.Array]  # hidden [N, D] -> float32 logits [N, V]
+
+
+@shaped
+def before(x: Float[Array, " B T *D"]) -> Float[Array, " B T *D"]:
+    """`x[:, t-1]` in place t, 0 in place 0: what was known before token t. The one shift of the repository."""
+    return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+
+
+@shaped
+def token_logprobs(
+    head: Head,
+    hidden: Float[Array, " B T D"],
+    ids: Int[Array, " B T"],
+    mask: Bool[Array, " B T"],
+    temperature: Float[Array, " B T"],
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, " B T"], Float[Array, " B T"]]:
+    """`log p(ids[t] | ids[<t])` and the entropy of that distribution where `mask` is set, 0 elsewhere.
+
+    Logits are made for `chunk` masked tokens at a time and made again for the gradient. Chunks without a masked token
+    are skipped at run time, so the cost follows the number of trained tokens while the compiled shape stays the same.
+    The first token of a row has nothing before it and must not be masked in.
+    """
+    count = mask.size
+    padded = -(-count // chunk) * chunk
+    trained = jnp.nonzero(mask.reshape(-1), size=padded, fill_value=count)[0]  # ascending, then out of range
+
+    def gather(x: jax.Array, fill: int) -> jax.Array:
+        flat = x.reshape(count, *x.shape[2:])
+        return flat.at[trained].get(mode="fill", fill_value=fill).reshape(-1, chunk, *x.shape[2:])
+
+    @jax.checkpoint
+    def evaluate(states: jax.Array, targets: jax.Array, heat: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = head(states) / heat[:, None]
+        total = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return picked - total, total - jnp.sum(jax.nn.softmax(logits) * logits, axis=-1)
+
+    def skip(states: jax.Array, targets: jax.Array, heat: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(chunk, jnp.float32), jnp.zeros(chunk, jnp.float32)
+
+    def step(carry: None, xs: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        first, *arguments = xs
+        return carry, jax.lax.cond(first < count, evaluate, skip, *arguments)
+
+    chunks = (trained[::chunk], gather(before(hidden), 0), gather(ids, 0), gather(temperature, 1))
+    _, found = jax.lax.scan(step, None, chunks)
+    logprobs, entropies = (jnp.zeros(count).at[trained].set(x.reshape(-1), mode="drop").reshape(mask.shape) for x in found)
+    return logprobs, entropies
+
+
+@shaped
+def log_ratio(logprobs: Float[Array, " *N"], behaviour: Float[Array, " *N"]) -> Float[Array, " *N"]:
+    """`log(π/μ)` of each token, held within ±20; there is no gradient beyond."""
+    return jnp.clip(logprobs - jax.lax.stop_gradient(behaviour), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+@shaped
+def ppo_clip(
+    ratios: Float[Array, " *N"], advantages: Float[Array, " *N"], clip_low: float, clip_high: float
+) -> Float[Array, " *N"]:
+    """`max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high))` (PPO, arXiv 1707.06347 eq. 7; bounds apart: DAPO, arXiv 2503.14476)."""
+    advantages = jax.lax.stop_gradient(advantages)
+    return jnp.maximum(-advantages * ratios, -advantages * jnp.clip(ratios, 1 - clip_low, 1 + clip_high))
+
+
+@shaped
+def value_loss(
+    values: Float[Array, " *N"], old_values: Float[Array, " *N"], returns: Float[Array, " *N"], clip: float
+) -> Float[Array, " *N"]:
+    """`½·max((v − R)², (v_clipped − R)²)` with v held within `clip` of the old value; clip 0 is the plain square."""
+    returns, old_values = jax.lax.stop_gradient((returns, old_values))
+    loss = jnp.square(values - returns)
+    if clip > 0:
+        near = old_values + jnp.clip(values - old_values, -clip, clip)
+        loss = jnp.maximum(loss, jnp.square(near - returns))
+    return 0.5 * loss
+
+
+@shaped
+def cross_entropy(logprobs: Float[Array, " *N"]) -> Float[Array, " *N"]:
+    """Supervised loss of tokens that somebody else wrote: −log p."""
+    return -logprobs

@@ -1,0 +1,184 @@
+"""Packing: segments of any length into micro-batches of one shape, and the weight of every token in the loss.
+
+Weights are made once, on the host, over everything that one optimizer step trains on. The loss is then
+`Σ weight · token loss`, a plain sum: it cannot depend on how tokens are spread over rows, micro-batches or devices.
+
+Who counts in a denominator: tokens with `mask`, and rollouts that have at least one. Rollouts whose advantage is zero
+stay in it (their gradient is zero, and leaving them out would raise the step size as the policy improves); tokens that
+are too old, and rollouts without anything to compare with, are masked out by the caller and leave it.
+
+Lengths are explicit everywhere; the value of a token id never decides anything.
+
+Dimension key: B rows of a micro-batch, T tokens of a row, S tokens of an example.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+class PackError(ValueError):
+    """An example does not fit; the message names the rollout and the fix."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One segment of a rollout, with all that a loss needs to know of its tokens."""
+
+    rollout: str  # segments of one rollout share it
+    ids: np.ndarray  # [S] int32
+    mask: np.ndarray  # [S] bool: the token is trained on
+    behaviour: np.ndarray  # [S] float32: logprob under the policy that sampled it
+    advantages: np.ndarray  # [S] float32
+    returns: np.ndarray  # [S] float32
+    old_values: np.ndarray  # [S] float32
+    temperature: float  # that the rollout was sampled at
+
+
+class Microbatch(NamedTuple):
+    """What a compiled function sees. `x[b, t]` describes the token `ids[b, t]`; entries outside `mask` mean nothing."""
+
+    ids: np.ndarray  # [B, T] int32
+    positions: np.ndarray  # [B, T] int32, counted in each segment
+    segment_ids: np.ndarray  # [B, T] int32: 1, 2, ... in each row, 0 is padding
+    mask: np.ndarray  # [B, T] bool
+    behaviour: np.ndarray  # [B, T] float32
+    advantages: np.ndarray  # [B, T] float32
+    returns: np.ndarray  # [B, T] float32
+    old_values: np.ndarray  # [B, T] float32
+    temperature: np.ndarray  # [B, T] float32, above 0 everywhere
+    weights: np.ndarray  # [B, T] float32: of the policy's and the supervised loss; 0 outside mask
+    value_weights: np.ndarray  # [B, T] float32: of the value loss
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of every micro-batch."""
+
+    row_length: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How token losses become the loss of an optimizer step with N trained tokens in R rollouts, n of them in rollout r.
+
+    `token_mean`: 1/N each. `seq_mean_token_mean`: 1/(R·n). `constant`: 1/(R·divisor), whatever the lengths (Dr. GRPO,
+    arXiv 2503.20783).
+    """
+
+    name: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
+    divisor: float = 0.0
+
+
+class Place(NamedTuple):
+    """Where an example lies: tokens `[0, length)` at `[start, start + length)` of a row."""
+
+    microbatch: int
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The examples of one optimizer step."""
+
+    microbatches: list[Microbatch]
+    places: list[Place]  # of each example
+    trained: int  # tokens with mask
+    cut: int  # trailing context tokens that did not fit their row
+
+    def read(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The examples' parts of per-micro-batch arrays [B, T]: [length] each."""
+        return [arrays[m][row, start : start + length] for m, row, start, length in self.places]
+
+
+def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation) -> Packed:
+    """Lay the examples out, longest first, each in the first row with room.
+
+    Context after the last trained token is cut if it does not fit a row, and counted. Raises PackError if a trained
+    token does not fit.
+    """
+    lengths = [_fitting_length(example, shape.row_length) for example in examples]
+    rows = _first_fit(lengths, shape.row_length)
+    count = max(1, -(-len(rows) // shape.rows))
+    batches = [_empty(shape) for _ in range(count)]
+    places = [Place(0, 0, 0, 0)] * len(examples)
+    weights = token_weights(examples, aggregation)
+    trained = int(sum(example.mask.sum() for example in examples))
+    for index, row in enumerate(rows):
+        batch, at, start = batches[index // shape.rows], index % shape.rows, 0
+        for segment, which in enumerate(row, start=1):
+            length = lengths[which]
+            _write(batch, (at, slice(start, start + length)), examples[which], segment)
+            batch.weights[at, start : start + length][examples[which].mask[:length]] = weights[which]
+            places[which] = Place(index // shape.rows, at, start, length)
+            start += length
+    for batch in batches:
+        batch.value_weights[batch.mask] = 1 / max(trained, 1)
+    return Packed(batches, places, trained, sum(len(e.ids) for e in examples) - sum(lengths))
+
+
+def token_weights(examples: Sequence[Example], aggregation: Aggregation) -> list[float]:
+    """The weight of each trained token of each example. A rollout counts once, however many segments it has."""
+    trained: Counter[str] = Counter()
+    for example in examples:
+        trained[example.rollout] += int(example.mask.sum())
+    rollouts = sum(n > 0 for n in trained.values())
+    tokens = trained.total()
+    if not tokens:
+        return [0.0] * len(examples)
+    if aggregation.name == "token_mean":
+        return [1 / tokens] * len(examples)
+    if aggregation.name == "constant":
+        return [1 / (rollouts * aggregation.divisor)] * len(examples)
+    return [1 / (rollouts * max(trained[example.rollout], 1)) for example in examples]
+
+
+def _fitting_length(example: Example, row_length: int) -> int:
+    if len(example.ids) <= row_length:
+        return len(example.ids)
+    if example.mask[row_length:].any():
+        needed = int(np.flatnonzero(example.mask)[-1]) + 1
+        raise PackError(f"rollout {example.rollout} needs rows of {needed} tokens; set learner.row_length {row_length} at least so high")
+    return row_length
+
+
+def _first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Indices of the examples of each row."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, free in enumerate(room) if free >= lengths[index]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return rows
+
+
+def _empty(shape: Shape) -> Microbatch:
+    def zeros(dtype: type) -> np.ndarray:
+        return np.zeros((shape.rows, shape.row_length), dtype)
+
+    integers = {name: zeros(np.int32) for name in ("ids", "positions", "segment_ids")}
+    floats = ("behaviour", "advantages", "returns", "old_values", "weights", "value_weights")
+    return Microbatch(
+        **integers, mask=zeros(np.bool_), temperature=zeros(np.float32) + 1, **{name: zeros(np.float32) for name in floats}
+    )
+
+
+def _write(batch: Microbatch, at: tuple[int, slice], example: Example, segment: int) -> None:
+    length = at[1].stop - at[1].start
+    batch.positions[at] = np.arange(length)
+    batch.segment_ids[at] = segment
+    batch.temperature[at] = example.temperature
+    for name in ("ids", "mask", "behaviour", "advantages", "returns", "old_values"):
+        getattr(batch, name)[at] = getattr(example, name)[:length]
