@@ -1,0 +1,357 @@
+"""The ledger: where every rollout is, and how many more may start. A pure state machine: no clock, no I/O, no locks.
+
+One record per rollout (`learner/rollouts.py`); every size is a count over the records. At all times, per kind:
+dispatched = open + trained + filtered + stale + failed + cancelled.
+
+A group whose members all have an outcome is folded into totals by (kind, outcome, reason). Its ids stay known for a
+while, to tell a repeated delivery from a superseded one; older ids are recognised by the ordinal that they carry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from common.seeds import derive_seed
+from common.types import Task
+from learner.rollouts import OPEN, OUTCOMES, UNDELIVERED, Group, Kind, Rollout, Rules, Standing, State
+
+FINISHED_MEMORY = 16_384  # ids of finished rollouts whose last answered attempt is remembered
+VERSION_MEMORY = 4_096  # published versions whose update is remembered; older tokens are far beyond any lag
+REASON_MEMORY = 64  # distinct reasons counted per kind; further ones are counted as "other"
+ATTEMPTS_PER_INCARNATION = 1_000  # attempt numbers of a lost timeline never meet those of the restored one
+NEVER = -(10**9)  # the update of an unknown version: infinitely old
+ROLLOUT_ID = re.compile(r"(\d+)-([gwe])(\d+)-\d+")
+
+
+class Ledger:
+    """All rollouts of a run. Times are seconds of whatever clock the caller uses."""
+
+    def __init__(self, rules: Rules, incarnation: int) -> None:
+        self.rules = rules
+        self.incarnation = incarnation
+        self.update = 0  # committed RL updates
+        self.warm_update = 0  # committed supervised updates
+        self.groups: dict[str, Group] = {}  # with at least one open member
+        self._rollouts: dict[str, Rollout] = {}  # of those groups
+        self._totals: Counter[tuple[Kind, State, str]] = Counter()  # of all other groups
+        self._finished: dict[str, int] = {}  # rollout id -> last answered attempt
+        self._next: dict[Kind, int] = dict.fromkeys(Kind, 0)  # ordinal of the next group
+        self._update_of: dict[int, int] = {}  # published version -> committed updates behind it
+
+    # ---- versions and lag --------------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Published version -> number of committed updates it contains."""
+        return self._update_of
+
+    def published(self, version: int, update: int) -> None:
+        self._update_of[version] = update
+        while len(self._update_of) > VERSION_MEMORY:
+            del self._update_of[min(self._update_of)]
+
+    def lag(self, version: int) -> int:
+        """Updates between the policy that sampled a token and the one that would train on it now."""
+        return self.update - self._update_of.get(version, NEVER)
+
+    def live(self, version: int) -> bool:
+        return self.lag(version) <= self.rules.max_lag
+
+    # ---- dispatch ----------------------------------------------------------------------------------------
+
+    def capacity(self, kind: Kind) -> int:
+        """How many more groups may open: `(max_lag + 1) * groups_per_update - |open groups|`, and never more open groups
+        than the remaining updates need. Warm start: two updates' worth. Negative after a change of rules."""
+        rules = self.rules
+        if kind is Kind.WARM:
+            bound = min(2, rules.warm_updates - self.warm_update) * rules.warm_rollouts
+        elif kind is Kind.RL:
+            bound = min(rules.max_lag + 1, rules.updates - self.update) * rules.groups_per_update
+        else:
+            raise ValueError("evaluation is outside capacity")
+        return bound - sum(group.kind is kind for group in self.groups.values())
+
+    def open(self, kind: Kind, task: Task, *seed_parts: int | str) -> Group:
+        """A new group with its fixed plan. Seeds come from the ordinal, the group and the member, or from `seed_parts`."""
+        ordinal = self._next[kind]
+        self._next[kind] += 1
+        group = Group(f"{self.incarnation}-{kind.value}{ordinal:06d}", kind, ordinal, task)
+        parts = seed_parts or (ordinal, group.id)
+        for member in range(self.rules.group_size if kind is Kind.RL else 1):
+            seed = derive_seed(self.rules.seed, *parts, member)
+            group.rollouts.append(Rollout(f"{group.id}-{member}", group.id, member, seed))
+        self.groups[group.id] = group
+        self._rollouts.update((r.id, r) for r in group.rollouts)
+        return group
+
+    def lease(self, actor: str, count: int, kind: Kind, now: float) -> list[Rollout]:
+        """Up to `count` pending rollouts of `kind`, oldest group first, as new attempts of `actor`."""
+        chosen = []
+        for group in self.groups.values():
+            if len(chosen) >= count:
+                break
+            if group.kind is kind:
+                chosen += [r for r in group.rollouts if r.state is State.PENDING]
+        for rollout in chosen[:count]:
+            rollout.attempt = max(rollout.attempt, self._attempt_floor(rollout.id)) + 1
+            rollout.tries += 1
+            rollout.state, rollout.actor = State.LEASED, actor
+            rollout.leased_at, rollout.expires = now, now + self.rules.lease_s
+        return chosen[:count]
+
+    def renew(self, actor: str, keys: list[tuple[str, int]], now: float) -> list[tuple[str, int]]:
+        """Extend the leases of `keys` = (rollout id, attempt); returns those that the actor must stop."""
+        stop = []
+        for rollout_id, attempt in keys:
+            rollout = self._rollouts.get(rollout_id)
+            if rollout is None or rollout.attempt != attempt:
+                stop.append((rollout_id, attempt))
+            elif rollout.answered == attempt:
+                continue  # delivered: the acknowledgement is on its way
+            elif rollout.state is State.PENDING or (rollout.state is State.LEASED and rollout.actor == actor):
+                # Pending: the lease expired, but nobody else has it yet, so its work is not lost.
+                rollout.state, rollout.actor, rollout.expires = State.LEASED, actor, now + self.rules.lease_s
+            else:
+                stop.append((rollout_id, attempt))
+        return stop
+
+    def expire(self, now: float) -> list[Rollout]:
+        """End the leases of silent actors: pending again, or failed when out of attempts."""
+        expired = [r for r in self._rollouts.values() if r.state is State.LEASED and r.expires <= now]
+        for rollout in expired:
+            self._retry(rollout, State.FAILED, "lease_expired")
+        return expired
+
+    def cancel(self, *kinds: Kind) -> int:
+        """Cancel what is open and not in the running update; returns how many."""
+        count = 0
+        for group in [g for g in self.groups.values() if g.kind in kinds]:
+            for rollout in group.rollouts:
+                if rollout.state in OPEN and rollout.state is not State.TRAINING:
+                    rollout.state = State.CANCELLED
+                    count += 1
+            self._settle(group)
+        return count
+
+    # ---- deliveries --------------------------------------------------------------------------------------
+
+    def standing(self, rollout_id: str, attempt: int) -> Standing:
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            if rollout_id in self._finished:
+                return Standing.DUPLICATE if self._finished[rollout_id] == attempt else Standing.SUPERSEDED
+            return Standing.SUPERSEDED if self._was_dispatched(rollout_id) else Standing.UNKNOWN
+        if attempt < 1 or attempt > rollout.attempt:
+            return Standing.UNKNOWN
+        if attempt == rollout.answered:
+            return Standing.DUPLICATE
+        # Pending: its lease expired, but the work arrives before anybody else began it again.
+        wanted = attempt == rollout.attempt and rollout.state in UNDELIVERED
+        return Standing.EXPECTED if wanted else Standing.SUPERSEDED
+
+    def find(self, rollout_id: str) -> tuple[Group, Rollout]:
+        """Raises KeyError when the rollout's group is not open."""
+        rollout = self._rollouts[rollout_id]
+        return self.groups[rollout.group_id], rollout
+
+    def holds(self, rollout_id: str) -> bool:
+        return rollout_id in self._rollouts
+
+    def delivered(self, rollout_id: str, versions: tuple[int, ...], place: tuple[str, int]) -> Rollout:
+        """A scored trajectory arrived and stands at `place`. Its standing was EXPECTED."""
+        group, rollout = self.find(rollout_id)
+        rollout.answered, rollout.versions, rollout.place, rollout.reason = rollout.attempt, versions, place, ""
+        rollout.state = State.EVALUATED if group.kind is Kind.EVAL else State.WAITING
+        self._settle(group)
+        return rollout
+
+    def failed(self, rollout_id: str, reason: str) -> Rollout:
+        """The attempt came to nothing (infrastructure, or a broken rule). Its standing was EXPECTED."""
+        _, rollout = self.find(rollout_id)
+        rollout.answered = rollout.attempt
+        self._retry(rollout, State.FAILED, reason)
+        return rollout
+
+    # ---- updates -----------------------------------------------------------------------------------------
+
+    def purge(self) -> list[Rollout]:
+        """Give over-age waiting rollouts their outcome; returns them. `mask`: stale without a live token. `drop`: stale with
+        one over-age token. `restart`: a new attempt with one over-age token, stale when out of attempts."""
+        touched = []
+        waiting = [(g, r) for g in self.groups.values() if g.kind is Kind.RL for r in g.rollouts if r.state is State.WAITING]
+        for group, rollout in waiting:
+            if rollout.state is not State.WAITING:
+                continue  # its group was settled by a member before it
+            live = [self.live(version) for version in rollout.versions]
+            if any(live) if self.rules.on_stale == "mask" else all(live):
+                continue
+            touched.append(rollout)
+            if self.rules.on_stale == "restart":
+                self._retry(rollout, State.STALE, "lag")
+            else:
+                rollout.state, rollout.reason = State.STALE, "lag"
+                self._settle(group)
+        return touched
+
+    def ready(self, kind: Kind) -> list[Group]:
+        """Closed groups with something to train on, oldest dispatch first."""
+        groups = [g for g in self.groups.values() if g.kind is kind and g.closed and g.any(State.WAITING)]
+        return sorted(groups, key=lambda group: group.ordinal)
+
+    def need(self, kind: Kind) -> int:
+        """How many closed groups make an update."""
+        return self.rules.warm_rollouts if kind is Kind.WARM else self.rules.groups_per_update
+
+    def take(self, kind: Kind) -> list[Group]:
+        """The groups of the next update, now in training; empty while there are too few. `fixed`: exactly as many as an
+        update needs. `drain`: everything complete.
+
+        Raises RuntimeError while an update is running.
+        """
+        if any(group.any(State.TRAINING) for group in self.groups.values()):
+            raise RuntimeError("take() while an update is running: commit() or abandon() it first")
+        self.purge()
+        ready = self.ready(kind)
+        if len(ready) < self.need(kind):
+            return []
+        taken = ready if self.rules.take == "drain" and kind is Kind.RL else ready[: self.need(kind)]
+        for group in taken:
+            for rollout in group.rollouts:
+                if rollout.state is State.WAITING:
+                    rollout.state = State.TRAINING
+        return taken
+
+    def commit(self) -> int:
+        """The optimizer step happened: its rollouts are trained; returns how many."""
+        kinds = {group.kind for group in self.groups.values() if group.any(State.TRAINING)}
+        self.update += Kind.RL in kinds
+        self.warm_update += Kind.WARM in kinds
+        count = self._end_training(State.TRAINED, "")
+        self.purge()  # the step aged everything that waits: stale groups free capacity at once
+        return count
+
+    def abandon(self, reason: str) -> int:
+        """The step was skipped: its rollouts are filtered, the policy is as old as before."""
+        return self._end_training(State.FILTERED, reason)
+
+    # ---- counts ------------------------------------------------------------------------------------------
+
+    def tally(self, *kinds: Kind) -> Counter[State]:
+        """Rollouts of `kinds` by state, finished ones included."""
+        out = Counter(r.state for g in self.groups.values() if g.kind in kinds for r in g.rollouts)
+        for (kind, state, _), count in self._totals.items():
+            if kind in kinds:
+                out[state] += count
+        return out
+
+    def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
+        """Outcome -> reason -> rollouts."""
+        out: dict[str, Counter[str]] = {}
+        here = Counter((g.kind, r.state, r.reason) for g in self.groups.values() for r in g.rollouts if r.state in OUTCOMES)
+        for (kind, state, reason), count in [*self._totals.items(), *here.items()]:
+            if kind in kinds and reason:
+                out.setdefault(state.value, Counter())[reason] += count
+        return {state: dict(counter) for state, counter in out.items()}
+
+    def rollouts(self, *kinds: Kind) -> Iterator[Rollout]:
+        """Records of open groups."""
+        return (r for g in self.groups.values() if g.kind in kinds for r in g.rollouts)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the memory of finished ids, as JSON."""
+        return {
+            "incarnation": self.incarnation,
+            "update": self.update,
+            "warm_update": self.warm_update,
+            "next": {kind.value: ordinal for kind, ordinal in self._next.items()},
+            "versions": list(self._update_of.items()),
+            "totals": [[kind.value, state.value, reason, n] for (kind, state, reason), n in self._totals.items()],
+            "groups": [group.to_json() for group in self.groups.values()],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a checkpoint of an earlier incarnation: what was delivered waits (their bytes are in the spool), what was
+        leased is pending for a new attempt, what was being evaluated is cancelled."""
+        self.update, self.warm_update = state["update"], state["warm_update"]
+        self._next = {Kind(kind): ordinal for kind, ordinal in state["next"].items()}
+        self._update_of = dict(state["versions"])
+        self._totals = Counter({(Kind(k), State(s), reason): n for k, s, reason, n in state["totals"]})
+        self.groups = {group.id: group for group in map(Group.from_json, state["groups"])}
+        self._rollouts = {r.id: r for group in self.groups.values() for r in group.rollouts}
+        for rollout in self._rollouts.values():
+            if rollout.state is State.TRAINING:
+                rollout.state = State.WAITING
+            elif rollout.state in UNDELIVERED:
+                self._reissue(rollout)
+        self.cancel(Kind.EVAL)
+
+    def lost(self, rollout_id: str) -> None:
+        """The bytes of a delivered rollout are gone: it is issued again."""
+        self._reissue(self._rollouts[rollout_id])
+
+    # ---- the transitions that everything above shares ----------------------------------------------------
+
+    def _retry(self, rollout: Rollout, otherwise: State, reason: str) -> None:
+        """Pending again while attempts are left, else `otherwise`."""
+        rollout.reason = reason
+        if rollout.tries < self.rules.max_attempts:
+            rollout.state = State.PENDING
+        else:
+            rollout.state = otherwise
+        self._settle(self.groups[rollout.group_id])
+
+    def _reissue(self, rollout: Rollout) -> None:
+        """Pending, as a new attempt that the rollout does not pay for."""
+        rollout.tries -= rollout.state is not State.PENDING
+        rollout.attempt = max(rollout.attempt, self._attempt_floor(rollout.id))
+        rollout.state, rollout.versions = State.PENDING, ()
+
+    def _end_training(self, outcome: State, reason: str) -> int:
+        count = 0
+        for group in [g for g in self.groups.values() if g.any(State.TRAINING)]:
+            for rollout in group.rollouts:
+                if rollout.state is State.TRAINING:
+                    rollout.state, rollout.reason = outcome, reason
+                    count += 1
+            self._settle(group)
+        return count
+
+    def _settle(self, group: Group) -> None:
+        """Filter a closed group that is too small to compare; fold a group without open members into the totals."""
+        if group.closed and len(group.rollouts) > 1 and len(group.scored) < 2:
+            for rollout in group.rollouts:
+                if rollout.state is State.WAITING:
+                    rollout.state, rollout.reason = State.FILTERED, "small_group"
+        if any(r.state in OPEN for r in group.rollouts):
+            return
+        del self.groups[group.id]
+        for rollout in group.rollouts:
+            del self._rollouts[rollout.id]
+            self._fold(group.kind, rollout)
+            self._finished[rollout.id] = rollout.answered
+        while len(self._finished) > FINISHED_MEMORY:
+            del self._finished[next(iter(self._finished))]
+
+    def _fold(self, kind: Kind, rollout: Rollout) -> None:
+        reason = rollout.reason if rollout.state in (State.FILTERED, State.STALE, State.FAILED) else ""
+        key = (kind, rollout.state, reason)
+        if key not in self._totals and sum(k is kind for k, _, _ in self._totals) >= REASON_MEMORY:
+            key = (kind, rollout.state, "other")
+        self._totals[key] += 1
+
+    def _attempt_floor(self, rollout_id: str) -> int:
+        """Attempt numbers up to this one belong to a lost timeline."""
+        born = int(rollout_id.partition("-")[0])
+        return 0 if born == self.incarnation else (self.incarnation - 1) * ATTEMPTS_PER_INCARNATION
+
+    def _was_dispatched(self, rollout_id: str) -> bool:
+        match = ROLLOUT_ID.fullmatch(rollout_id)
+        if match is None:
+            return False
+        born, kind, ordinal = int(match[1]), Kind(match[2]), int(match[3])
+        return born < self.incarnation or (born == self.incarnation and ordinal < self._next[kind])
