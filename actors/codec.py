@@ -1,0 +1,141 @@
+"""Text to ids and ids to bytes, for byte-level BPE tokenizers.
+
+There are two ways in. `encode_template` is for text of the chat template: control tokens in it are recognised. `encode_text`
+is for everything that anybody else wrote (tasks, observations, errors, tool names): no control token can come out of it,
+neither a special one nor an added one such as <tool_call>, and it decodes back to the same text (after the tokenizer's own
+Unicode normalisation, if it has one).
+
+The way out is bytes per id, so that the text of any run of tokens, and where each token begins, are exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
+MARKS = (THINK, END_THINK, CALL, END_CALL)
+CACHED_CHARS = 200  # texts up to this length are remembered: observations repeat
+
+
+class CodecError(ValueError):
+    """The tokenizer's files cannot be used; the message names the file and the fix."""
+
+
+class Codec(Protocol):
+    """What chat and parser need of a tokenizer."""
+
+    pieces: Sequence[bytes]  # of each id; b"" where an id has no meaning
+    control: dict[str, int]  # control and added tokens by their text
+
+    def encode_text(self, text: str) -> list[int]: ...
+
+    def encode_template(self, text: str) -> list[int]: ...
+
+
+def decode_bytes(codec: Codec, ids: Sequence[int]) -> bytes:
+    return b"".join([codec.pieces[i] for i in ids])
+
+
+def decode(codec: Codec, ids: Sequence[int]) -> str:
+    """Text of `ids`; bytes that are not UTF-8 become replacement characters."""
+    return decode_bytes(codec, ids).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What actors need of a model's folder."""
+
+    codec: ByteLevelCodec
+    template: str
+    end_token: str
+    rows: int  # of the embedding
+
+
+def load_model_files(folder: str | Path) -> ModelFiles:
+    """Read tokenizer.json, tokenizer_config.json and config.json. Raises CodecError."""
+    folder = Path(folder)
+    config = _read_json(folder / "tokenizer_config.json")
+    model = _read_json(folder / "config.json")
+    codec = ByteLevelCodec((folder / "tokenizer.json"))
+    rows = int(model.get("vocab_size", 0))
+    if rows < len(codec.pieces):
+        raise CodecError(
+            f"{folder / 'config.json'}: vocab_size {rows} is below the tokenizer's {len(codec.pieces)} ids; "
+            "use the tokenizer that belongs to the model"
+        )
+    template = config.get("chat_template") or _read_text(folder / "chat_template.jinja")
+    end = config.get("eos_token")
+    end = end["content"] if isinstance(end, dict) else end
+    if end not in codec.control:
+        raise CodecError(f"{folder / 'tokenizer_config.json'}: eos_token {end!r} is no control token of tokenizer.json; set it")
+    return ModelFiles(codec, template, end, rows)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise CodecError(f"{path}: {error.strerror}; a model folder needs it") from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise CodecError(f"{path}: not JSON: {error}") from error
+
+
+class ByteLevelCodec:
+    """A Hugging Face tokenizer.json with the byte-level alphabet (Qwen, Llama 3, GPT-2)."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        text = _read_text(path)
+        try:
+            described = json.loads(text)
+            self._template = Tokenizer.from_str(text)
+            self._plain = Tokenizer.from_str(json.dumps({**described, "added_tokens": [], "post_processor": None}))
+        except Exception as error:  # the library raises bare Exception
+            raise CodecError(f"{path}: not a tokenizer: {error}") from error
+        if '"ByteLevel"' not in json.dumps(described.get("decoder")):
+            raise CodecError(f"{path}: its decoder is not byte-level; use a Qwen, Llama 3 or GPT-2 style tokenizer")
+        for tokenizer in (self._template, self._plain):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self.control = {token.content: i for i, token in self._template.get_added_tokens_decoder().items()}
+        self.pieces = self._pieces()
+        self._controls = frozenset(self.control.values())
+        self._remembered = functools.lru_cache(16384)(self._encode_text)
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._remembered(text) if len(text) <= CACHED_CHARS else self._encode_text(text)
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if not self._controls.isdisjoint(ids):
+            raise CodecError(f"the tokenizer makes control tokens out of plain text: {text[:80]!r}")
+        return ids
+
+    def encode_template(self, text: str) -> list[int]:
+        return self._template.encode(text, add_special_tokens=False).ids
+
+    def _pieces(self) -> list[bytes]:
+        alphabet = _byte_alphabet()
+        vocabulary = self._template.get_vocab(with_added_tokens=True)
+        pieces = [b""] * (max(vocabulary.values()) + 1)
+        for text, i in vocabulary.items():
+            pieces[i] = text.encode() if text in self.control else bytes([alphabet[c] for c in text])
+        return pieces
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others are moved behind 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(moved)}

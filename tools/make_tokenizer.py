@@ -1,0 +1,155 @@
+"""Makes configs/tokenizers/tiny: a byte-level BPE of at most 2,000 entries with Qwen's control tokens and chat format.
+
+    python tools/make_tokenizer.py [FOLDER]
+
+Small models on a CPU pay for every token, so merges may cross spaces ("superwords"): a fixed line, such as the JSON of a
+call, becomes one token. Digits never merge, except that a lone letter keeps the digit after it: "b3" is one token, "123"
+three. The corpus is what the domains really say, cut where the chat format cuts, and a little English so that other
+text stays short. All of it is deterministic: the same sources make the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from common.types import Action, Json, Task, ToolCall
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "configs" / "tokenizers" / "tiny"
+ENTRIES = 2000
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+UNITS = r"(?<!\p{L})\p{L}\d|\d"
+TASKS = 300  # of each domain and split
+LINE_WEIGHT = 400  # a fixed line is worth that many sightings: it must become one token
+TEXT_WEIGHT = 4  # of a domain's varying text
+ENGLISH = Path(__file__).with_name("tokenizer_english.txt")
+
+
+def empty_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(UNITS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train(corpus: Iterator[str]) -> Tokenizer:
+    """The tokenizer of `corpus`. Control tokens get the last ids, as in Qwen's vocabularies."""
+    tokenizer = empty_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=ENTRIES - len(SPECIAL) - len(MARKS),
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKS])
+    return tokenizer
+
+
+def write(tokenizer: Tokenizer, folder: Path) -> None:
+    """tokenizer.json, and tokenizer_config.json with the chat template that lies beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+        "chat_template": (FOLDER / "chat_template.jinja").read_text(),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---- the corpus -------------------------------------------------------------------------------------------
+
+
+def corpus() -> Iterator[str]:
+    """Every piece of text, as often as it counts."""
+    for line in sorted(fixed_lines()):
+        yield from [line] * LINE_WEIGHT
+    for text in domain_texts():
+        yield from [text] * TEXT_WEIGHT
+    for word in re.findall(r" ?\w+| ?[^\w\s]+|\s+", ENGLISH.read_text()):  # word by word: sentences must not become tokens
+        yield word
+
+
+def fixed_lines() -> set[str]:
+    """Text between control tokens that is the same in every rollout."""
+    from envserver.domains import load_domain
+
+    template = (FOLDER / "chat_template.jinja").read_text().encode().decode("unicode_escape")
+    lines = {"user\n", "assistant\n", "system\n", "\n"}
+    for literal in re.findall(r"'([^']*)'", template):
+        lines |= set(_between_control_tokens(literal))
+    for name in ("frozenlake", "arithmetic"):
+        domain = load_domain(name)
+        lines.add(domain.instructions)
+        lines |= {"\n" + json.dumps(tool, ensure_ascii=False) for tool in domain.tools}
+    lines |= {f'\n{{"name": "move", "arguments": {{"direction": "{way}"}}}}\n' for way in ("left", "down", "right", "up")}
+    return lines
+
+
+def domain_texts() -> Iterator[str]:
+    """What the domains say about their tasks and along their reference solutions."""
+    from envserver.domains import load_domain
+
+    for name in ("frozenlake", "arithmetic"):
+        domain = load_domain(name)
+        for task in domain.tasks("train", TASKS):
+            yield from _episode(domain, task)
+    for way in ("left", "down", "right", "up"):
+        for count in range(4):
+            yield f"You are at {'abcd'[count]}{count + 1}."
+            yield f"You fell into the hole at {'abcd'[count]}{count + 1}."
+        yield f"Unknown direction {way}."
+
+
+def _episode(domain: Json, task: Task) -> Iterator[str]:
+    env = domain.make_env()
+    try:
+        yield from (message.text for message in env.reset(task).messages)
+        for action in domain.reference(task):
+            yield from (f"\n{call_json(call)}\n" for call in action.tool_calls)
+            yield from (message.text for message in env.step(action).messages)
+            yield from _between_control_tokens(action.text)
+    finally:
+        env.close()
+
+
+def call_json(call: ToolCall) -> str:
+    return f'{{"name": "{call.name}", "arguments": {json.dumps(call.arguments, ensure_ascii=False)}}}'
+
+
+def _between_control_tokens(text: str) -> list[str]:
+    control = "|".join(re.escape(token) for token in SPECIAL + MARKS)
+    return [piece for piece in re.split(control, text) if piece]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    tokenizer = train(corpus())
+    write(tokenizer, arguments.folder)
+    print(f"{tokenizer.get_vocab_size()} entries -> {arguments.folder}")
+
+
+if __name__ == "__main__":
+    main()
