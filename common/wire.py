@@ -30,7 +30,12 @@ _LIMITS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-CHANNEL_OPTIONS = [*_LIMITS, ("grpc.enable_retries", 0)]  # one layer retries, and it is ours
+CHANNEL_OPTIONS = [
+    *_LIMITS,
+    ("grpc.enable_retries", 0),  # one layer retries, and it is ours
+    ("grpc.initial_reconnect_backoff_ms", 200),  # a restarted server is found again soon, not after up to two minutes
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
 SERVER_OPTIONS = [
     *_LIMITS,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
