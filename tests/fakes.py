@@ -185,7 +185,7 @@ class FakeEngine:
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _update(self, body: dict[str, Any]) -> web.Response:
-        while self.running and not self.paused:  # without a pause an update waits for running requests
+        while self.running and not self.paused:  # noqa: ASYNC110 - without a pause an update waits for running requests
             await asyncio.sleep(0.001)
         self.model_path = body["model_path"]
         self.trace.append(("update", body["weight_version"]))

@@ -1,0 +1,379 @@
+"""Publishes weights: one thread writes them to disk, one thread per engine brings its engine to the version wanted.
+
+Training never waits: `publish` takes a host copy of the parameters and returns. When training is faster than writing,
+the newest parameters win and the versions between are skipped. Each engine goes through pause (retract) -> update from
+disk with flush -> verify the version -> continue, every stage with a deadline. An engine that fails is quarantined with
+the reason, and comes back by itself when a later try passes; one that is not there, or was restarted with other weights,
+is brought to the wanted version as soon as it answers. No engine waits for another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.types import EngineInfo
+from learner.engine_api import Deadlines, EngineApi, EngineError, EngineGone
+from learner.weights import WeightFolder
+
+Params = Mapping[Any, Any]  # names to NumPy arrays, may be nested; the publisher's own from `publish` on
+Save = Callable[[Params, Path], None]  # writes what an engine loads (safetensors, config.json) into an empty folder
+Events = Callable[[str, dict[str, Any]], None]
+
+
+class PublishError(RuntimeError):
+    """Weights cannot be published or served; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class PublisherOptions:
+    """Where weights go and how long things may take."""
+
+    run: Path  # weights/ and versions.jsonl stand here; engines must see the same path
+    incarnation: int
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    poll_s: float = 1.0  # between two looks at an engine
+    backoff_s: float = 1.0  # before a failed update is tried again; doubles
+    backoff_max_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class _Hold:
+    version: int
+    until: float  # time.monotonic()
+
+
+class Publisher:
+    """Threads run from construction to `close`. `on_engines` hears the whole table after each change, in order.
+
+    `events` and `on_engines` are called from these threads, also before the constructor has returned.
+    """
+
+    def __init__(
+        self,
+        options: PublisherOptions,
+        engines: Sequence[EngineInfo],
+        save: Save,
+        events: Events,
+        on_engines: Callable[[list[EngineInfo]], None] = lambda table: None,
+    ) -> None:
+        self._options = options
+        self._save = save
+        self._events = events
+        self._on_engines = on_engines
+        self._folder = WeightFolder(options.run, options.incarnation)
+        self._changed = threading.Condition()  # guards everything below
+        self._table = [replace(e, version=0, state="starting", reason="not seen yet") for e in engines]
+        self._loading = dict.fromkeys(range(len(engines)), 0)  # engine -> version it may be reading from disk
+        self._pending: tuple[int, Params] | None = None
+        self._newest = 0  # written and whole, of this incarnation
+        self._hold: _Hold | None = None
+        self._pins: Counter[int] = Counter()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
+        self._apis = [EngineApi(engine.url, options.deadlines) for engine in engines]
+        loops = [self._write_loop] + [_EngineKeeper(self, index, api).run for index, api in enumerate(self._apis)]
+        self._threads = [threading.Thread(target=self._guarded, args=(loop,), name="publisher", daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- for the learner ------------------------------------------------------------------------------------
+
+    def publish(self, update: int, params: Params) -> int:
+        """Publish `params`, the state after `update`; returns their version at once.
+
+        Raises PublishError when a parameter is not finite (nothing is written and no version is used), or when an
+        earlier publication failed in the background.
+        """
+        self._raise_failure()
+        for name, array in _leaves(params):
+            bad = int(array.size - np.count_nonzero(np.isfinite(array)))
+            if bad:
+                raise PublishError(f"update {update} is not published: {bad} of {array.size} values of {name} are not finite")
+        with self._changed:
+            if self._closing:
+                raise PublishError(f"update {update} is not published: the publisher is closed")
+            version = self._folder.allocate(update)
+            skipped, self._pending = self._pending, (version, params)
+            self._changed.notify_all()
+        if skipped is not None:
+            self._events("publish_skipped", {"version": skipped[0], "newer": version})
+        return version
+
+    def update_of(self, version: int) -> int:
+        """The update whose parameters `version` holds."""
+        with self._changed:
+            updates = self._folder.updates()
+        if version not in updates:
+            raise PublishError(
+                f"version {version} was never published; known are {min(updates, default=0)} to {max(updates, default=0)}"
+            )
+        return updates[version]
+
+    def updates(self) -> dict[int, int]:
+        """Version -> update, of every version of the run, all incarnations."""
+        with self._changed:
+            return self._folder.updates()
+
+    def engines(self) -> list[EngineInfo]:
+        with self._changed:
+            return list(self._table)
+
+    def wait_ready(self, version: int, timeout: float) -> int:
+        """Wait until at least one engine serves `version` or a later one, and return what it serves.
+
+        Raises PublishError after `timeout` seconds, with the state of every engine, or when writing failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._served() >= version, timeout)
+            served, table, hold = self._served(), list(self._table), self._hold
+        self._raise_failure()
+        if served >= version:
+            return served
+        rows = "; ".join(f"{e.name} at {e.url} is {e.state}{f' ({e.reason})' if e.reason else ''}" for e in table)
+        held = f"; evaluation holds version {hold.version}" if hold else ""
+        raise PublishError(f"no engine serves version {version} after {timeout:g} s: {rows or 'there are no engines'}{held}")
+
+    @contextmanager
+    def hold(self, seconds: float, version: int = 0) -> Iterator[int]:
+        """While inside, engines stay at `version` (0: the one they are brought to now), which is yielded.
+
+        Publishing goes on, engines follow afterwards, or after `seconds`. An engine that restarts gets the held version.
+        """
+        with self._changed:
+            version = version or self._target()
+            if self._hold is not None and self._hold.until > time.monotonic():
+                raise PublishError(f"cannot hold version {version}: version {self._hold.version} is held already")
+            if version not in self._folder.stored():
+                raise PublishError(f"cannot hold version {version}: versions on disk are {self._folder.stored()}")
+            self._hold = mine = _Hold(version, time.monotonic() + seconds)
+            self._changed.notify_all()
+        try:
+            with self.pin(version):
+                yield version
+        finally:
+            with self._changed:
+                self._hold = None if self._hold is mine else self._hold
+                self._changed.notify_all()
+
+    @contextmanager
+    def pin(self, version: int) -> Iterator[None]:
+        """While inside, `version` stays on disk."""
+        with self._changed:
+            self._pins[version] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pins[version] -= 1
+            self._collect()
+
+    def recompilations(self) -> int | None:
+        """Compilations after warm-up, summed over the engines that count them; None when none does (SGLang)."""
+        counts = []
+        for api in self._apis:
+            try:
+                counts.append(api.server_info().get("compilations_after_warmup"))
+            except EngineError as error:
+                self._events("engine_info_failed", {"url": api.url, "reason": str(error)})
+        known = [int(count) for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Write what is pending, finish updates that are under way (no engine stays paused), and end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        until = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._folder.close()
+
+    # ---- threads --------------------------------------------------------------------------------------------
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:  # the main loop hears of it at its next call
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            self._events("publisher_failed", {"reason": f"{type(error).__name__}: {error}"})
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise PublishError(f"publishing failed: {type(self._failure).__name__}: {self._failure}") from self._failure
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending is not None or self._closing)
+                if self._pending is None:
+                    return
+                (version, params), self._pending = self._pending, None
+            started = time.monotonic()
+            self._folder.write(version, lambda folder, params=params: self._save(params, folder))
+            with self._changed:
+                self._newest = version
+                self._changed.notify_all()
+            self._events("weights_written", {"version": version, "seconds": time.monotonic() - started})
+            self._collect()
+
+    def _collect(self) -> None:
+        """Delete versions that nobody needs: not the newest, not wanted, not pinned, in no engine's hands."""
+        with self._changed:
+            keep = {self._newest, self._target(), *self._loading.values(), *(+self._pins)}
+            keep |= {engine.version for engine in self._table}
+            keep |= {version for version in self._folder.stored() if version > self._newest}  # just written
+            retired = self._folder.retire(keep)
+        self._folder.delete(retired)
+
+    def _target(self) -> int:
+        """The version that engines should have. The caller holds the lock."""
+        if self._hold is not None and self._hold.until <= time.monotonic():
+            self._events("hold_expired", {"version": self._hold.version, "newest": self._newest})
+            self._hold = None
+        return self._hold.version if self._hold is not None else self._newest
+
+    def _served(self) -> int:
+        """The newest version that an engine serves to stay, 0 when none does. The caller holds the lock."""
+        held = self._hold.version if self._hold is not None else 0
+        return max((e.version for e in self._table if e.state == "ready" and held in (0, e.version)), default=0)
+
+    def _set_engine(self, index: int, **changes: Any) -> None:
+        with self._telling:
+            with self._changed:
+                old = self._table[index]
+                self._table[index] = new = replace(old, **changes)
+                table = list(self._table)
+                self._changed.notify_all()
+            if new == old:
+                return
+            self._on_engines(table)
+        self._events("engine", {"name": new.name, "version": new.version, "state": new.state, "reason": new.reason})
+
+
+class _EngineKeeper:
+    """The thread of one engine: looks at it, and updates it when it does not serve the wanted version."""
+
+    def __init__(self, publisher: Publisher, index: int, api: EngineApi) -> None:
+        self._publisher = publisher
+        self._index = index
+        self._api = api
+        self._in_doubt = False  # an update began and was not finished: paused, or weights of unknown origin
+        self._failures = 0
+        self._retry_at = 0.0  # time.monotonic()
+
+    def run(self) -> None:
+        shared, options = self._publisher, self._publisher._options
+        while True:
+            with shared._changed:
+                if shared._closing:
+                    return
+                target = shared._target()
+                shared._loading[self._index] = target
+            self._visit(target)
+            with shared._changed:
+                shared._loading[self._index] = 0
+                shared._changed.wait_for(lambda seen=target: shared._closing or shared._target() != seen, options.poll_s)
+
+    def _visit(self, target: int) -> None:
+        try:
+            version = _number(self._api.weight_version())
+            if self._info.state != "ready":
+                self._api.health()
+        except EngineGone as error:
+            self._gone(error)
+            return
+        except EngineError as error:
+            self._set(state="quarantined", reason=str(error))
+            return
+        if target == 0:
+            self._set(version=version, state="starting", reason="no weights are published yet")
+        elif version == target and not self._in_doubt:
+            self._set(version=version, state="ready", reason="")
+        elif time.monotonic() >= self._retry_at:
+            self._update(target)
+
+    def _update(self, target: int) -> None:
+        api, started = self._api, time.monotonic()
+        self._set(state="updating", reason=f"to version {target}")
+        self._in_doubt = True
+        stage = "pause"
+        try:
+            api.pause()
+            stage = "update"
+            api.update_weights(self._publisher._folder.path(target), target)
+            stage = "verify"
+            label = api.weight_version()
+            if label != str(target):
+                raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
+            stage = "continue"
+            api.resume()
+        except EngineGone as error:
+            self._gone(error)
+        except EngineError as error:
+            self._quarantine(stage, target, error)
+        else:
+            self._in_doubt, self._failures, self._retry_at = False, 0, 0.0
+            self._set(version=target, state="ready", reason="")
+            self._publisher._events(
+                "engine_updated", {"name": self._info.name, "version": target, "seconds": time.monotonic() - started}
+            )
+            self._publisher._collect()
+
+    def _quarantine(self, stage: str, target: int, error: EngineError) -> None:
+        options = self._publisher._options
+        wait = min(options.backoff_s * 2**self._failures, options.backoff_max_s)
+        self._failures += 1
+        self._retry_at = time.monotonic() + wait
+        reason = f"update to version {target} failed at {stage}: {error}"
+        self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
+        problem = self._undo_pause(stage)
+        if problem:
+            self._set(reason=f"{reason}; it may still be paused: {problem}")
+
+    def _undo_pause(self, stage: str) -> str:
+        """Let the engine go on; "" or why that failed. After an unproven update nothing may go on with the old cache."""
+        try:
+            if stage in ("update", "verify"):
+                self._api.abort_all()
+                self._api.flush_cache()
+            self._api.resume()
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    def _gone(self, error: EngineGone) -> None:
+        """It will be another process when it answers again: no back-off, and its weights are looked at anew."""
+        self._failures, self._retry_at = 0, 0.0
+        self._set(version=0, state="starting", reason=str(error))
+
+    @property
+    def _info(self) -> EngineInfo:
+        return self._publisher._table[self._index]
+
+    def _set(self, **changes: Any) -> None:
+        self._publisher._set_engine(self._index, **changes)
+
+
+def _number(label: str) -> int:
+    """The version that an engine's label means; 0 for "default" or anyone else's label."""
+    return int(label) if label.isdigit() else 0
+
+
+def _leaves(params: Params, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", np.asarray(value)

@@ -1,0 +1,79 @@
+"""The published weights on disk: `weights/<version>/` and `versions.jsonl` of a run's folder.
+
+A version is written aside, renamed, and then marked with an empty file DONE: a folder without DONE does not exist for
+anyone, and is removed at the next start. A version number is recorded in versions.jsonl before anybody hears of it, so
+that numbers never repeat, whatever is killed and wherever a run is rolled back to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from learner.jsonlines import JsonLines, read_lines
+
+DONE = "DONE"
+
+
+class WeightFolder:
+    """Not thread-safe by itself; the publisher calls `allocate` and `retire` under its lock, `write` from one thread."""
+
+    def __init__(self, run: Path, incarnation: int) -> None:
+        self._folder = run.resolve() / "weights"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._incarnation = incarnation
+        self._index = JsonLines(run / "versions.jsonl", durable=True)
+        self._updates: dict[int, int] = {line["version"]: line["update"] for line in read_lines(run / "versions.jsonl")}
+        folders = [entry for entry in self._folder.iterdir() if entry.is_dir()]
+        numbers = [int(entry.name) for entry in folders if entry.name.isdigit()]
+        self._next = max([0, *self._updates, *numbers]) + 1
+        for entry in folders:
+            if not (entry / DONE).exists():
+                shutil.rmtree(entry)
+
+    def allocate(self, update: int) -> int:
+        """A number that was never used, bound to `update` for ever."""
+        version = self._next
+        self._next += 1
+        self._index.append({"version": version, "update": update, "incarnation": self._incarnation, "time": time.time()})
+        self._updates[version] = update
+        return version
+
+    def updates(self) -> dict[int, int]:
+        """Version -> update, of every version ever allocated (a skipped one included)."""
+        return dict(self._updates)
+
+    def path(self, version: int) -> Path:
+        """Absolute: engines open it from wherever they were started."""
+        return self._folder / str(version)
+
+    def write(self, version: int, save: Callable[[Path], None]) -> None:
+        """`save` fills an empty folder; afterwards the version is there, whole."""
+        aside = self._folder / f".{version}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        save(aside)
+        aside.rename(self.path(version))
+        (self.path(version) / DONE).touch()
+
+    def stored(self) -> list[int]:
+        """Versions that are there, whole, oldest first."""
+        return sorted(int(entry.parent.name) for entry in self._folder.glob(f"*/{DONE}") if entry.parent.name.isdigit())
+
+    def retire(self, keep: Collection[int]) -> list[Path]:
+        """Unmark every whole version but `keep`: it is gone for everyone. Returns the folders, for `delete`."""
+        gone = [self.path(version) for version in self.stored() if version not in keep]
+        for folder in gone:
+            (folder / DONE).unlink()
+        return gone
+
+    @staticmethod
+    def delete(folders: list[Path]) -> None:
+        """Remove retired folders; slow with large weights, so the publisher does it outside its lock."""
+        for folder in folders:
+            shutil.rmtree(folder)
+
+    def close(self) -> None:
+        self._index.close()

@@ -1,0 +1,376 @@
+"""The publisher over real fake engines: order, deadlines, quarantine, restarts, holding, clean-up."""
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from common.types import EngineInfo
+from learner.publisher import Publisher, PublisherOptions, PublishError
+from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
+from tests.publish.calls import EASY, TIGHT, eventually, generate, in_background, load, save, weights
+
+SEQUENCE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+UNDO = ["/abort_request", "/flush_cache", "/continue_generation"]
+
+
+class Log:
+    """Collects events and engine tables."""
+
+    def __init__(self):
+        self.events = []
+        self.tables = []
+
+    def event(self, kind, fields):
+        self.events.append((kind, fields))
+
+    def states(self, name):
+        return [(f["state"], f["version"]) for kind, f in self.events if kind == "engine" and f["name"] == name]
+
+
+@contextmanager
+def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY):
+    log = log or Log()
+    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=0.02, backoff_max_s=0.1)
+    rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
+    publisher = Publisher(options, rows, save, log.event, log.tables.append)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@pytest.fixture
+def engine():
+    with FakeEngine() as running:
+        yield running
+
+
+def state(publisher, index=0):
+    return publisher.engines()[index].state
+
+
+def test_order_of_an_update(tmp_path, engine):
+    log = Log()
+    with publishing(tmp_path, [engine], log=log) as publisher:
+        eventually(lambda: publisher.engines()[0].reason == "no weights are published yet", "the engine is seen")
+        version = publisher.publish(0, weights(1))
+        assert (version, publisher.wait_ready(version, 20)) == (1, 1)
+        assert engine.posts() == SEQUENCE
+        assert engine.calls[0][1] == {"mode": "retract"}
+        folder = str((tmp_path / "weights" / "1").resolve())
+        assert engine.calls[1][1] == {"model_path": folder, "weight_version": "1", "flush_cache": True}
+        assert np.array_equal(load(tmp_path / "weights" / "1")["model.norm.weight"], np.ones(4, np.float32))
+        assert (tmp_path / "weights" / "1" / "DONE").exists()
+        assert publisher.engines() == [EngineInfo("engine-0", engine.url, "main", 1, "ready", "")]
+        assert publisher.update_of(1) == 0
+        assert publisher.wait_ready(publisher.publish(7, weights(2)), 20) == 2
+        assert publisher.update_of(2) == 7
+    assert log.states("engine-0")[-4:] == [("updating", 0), ("ready", 1), ("updating", 1), ("ready", 2)]
+    assert log.tables[-1][0].version == 2
+    assert not engine.paused
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "stage", "undo"),
+    [
+        ("/pause_generation", Answer(400, {"error": {"message": "no"}}), "pause", UNDO[2:]),
+        ("/pause_generation", HANG, "pause", UNDO[2:]),
+        ("/update_weights_from_disk", Answer(400, {"success": False, "message": "no"}), "update", UNDO),
+        ("/update_weights_from_disk", HANG, "update", UNDO),
+        ("/continue_generation", Answer(500, {"message": "no"}), "continue", UNDO[2:]),
+        ("/continue_generation", HANG, "continue", UNDO[2:]),
+    ],
+)
+def test_a_failure_at_any_stage_is_undone_named_and_tried_again(tmp_path, engine, path, answer, stage, undo):
+    log = Log()
+    engine.script(path, answer)
+    with publishing(tmp_path, [engine], log=log, deadlines=TIGHT if answer == HANG else EASY) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        until_stage = SEQUENCE[: SEQUENCE.index(path) + 1]
+        assert engine.posts() == until_stage + undo + SEQUENCE
+        assert not engine.paused
+    reasons = [f["reason"] for kind, f in log.events if kind == "engine" and f["state"] == "quarantined"]
+    words = "no answer within 1 s" if answer == HANG else f"answered {answer.status}: no"
+    assert reasons == [f"update to version 1 failed at {stage}: {path}{': ' if answer == HANG else ' '}{words}"]
+
+
+def test_a_wrong_version_after_the_update_is_a_failure(tmp_path, engine):
+    log = Log()
+    with publishing(tmp_path, [engine], log=log) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        engine.script("/update_weights_from_disk", Answer(200, {"success": True, "message": "said so"}))  # but did nothing
+        assert publisher.wait_ready(publisher.publish(1, weights(2)), 20) == 2
+    assert "update to version 2 failed at verify: /model_info answered 200: it serves version 1 after the update to 2" in [
+        f.get("reason") for _, f in log.events
+    ]
+    assert engine.posts() == SEQUENCE + SEQUENCE[:2] + UNDO + SEQUENCE
+
+
+def test_weights_changed_but_not_flushed_never_generates_on_the_old_cache(tmp_path, engine):
+    """SGLang's 400 "Weights were updated, but the cache was not flushed": running requests end, the cache goes, then on."""
+    engine.token_s = 0.02
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        generate(engine.url, {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
+        assert engine.cache
+        with in_background(generate, engine.url, {"input_ids": [9], "sampling_params": {"max_new_tokens": 10_000}}) as request:
+            eventually(lambda: engine.running, "the request runs")
+            engine.script("/update_weights_from_disk", Answer(400, {"success": False, "message": "not flushed"}))
+            publisher.wait_ready(publisher.publish(1, weights(2)), 20)
+            assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        generate(engine.url, {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
+        assert engine.reused == []
+
+
+def test_an_engine_that_stays_broken_is_quarantined_and_stops_nobody(tmp_path, engine):
+    with FakeEngine() as broken:
+        broken.script("/update_weights_from_disk", *[Answer(400, {"success": False, "message": "shape mismatch"})] * 1000)
+        with publishing(tmp_path, [engine, broken]) as publisher:
+            for update in range(3):
+                publisher.wait_ready(publisher.publish(update, weights(update)), 20)
+            eventually(lambda: state(publisher, 1) == "quarantined", "quarantine")
+            assert "shape mismatch" in publisher.engines()[1].reason
+            assert publisher.engines()[0].version == 3
+            broken._scripts.clear()
+            eventually(lambda: state(publisher, 1) == "ready" and publisher.engines()[1].version == 3, "readmission")
+
+
+def test_a_pause_that_cannot_be_undone_says_so_until_it_is(tmp_path, engine):
+    engine.script("/update_weights_from_disk", *[Answer(400, {"message": "no"})] * 1000)
+    engine.script("/flush_cache", *[Answer(400, "Flush cache failed.")] * 1000)
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.publish(0, weights(1))
+        eventually(lambda: "may still be paused: /flush_cache" in publisher.engines()[0].reason, "the reason")
+        assert engine.paused
+        with pytest.raises(PublishError, match=r"no engine serves version 1 .*engine-0 .*quarantined .*failed at update"):
+            publisher.wait_ready(1, 0.05)
+        engine._scripts.clear()
+        publisher.wait_ready(1, 20)
+        assert not engine.paused
+
+
+def test_an_engine_that_is_not_there_is_starting_and_gets_the_newest_when_it_comes(tmp_path, engine):
+    engine.stop()
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.publish(0, weights(1))
+        eventually(lambda: "ConnectionRefused" in publisher.engines()[0].reason, "the refusal")
+        assert state(publisher) == "starting"
+        with pytest.raises(PublishError, match=r"engine-0 at .* is starting"):
+            publisher.wait_ready(1, 0.05)
+        publisher.publish(1, weights(2))
+        engine.healthy = False
+        engine.restart()
+        eventually(lambda: "503" in publisher.engines()[0].reason, "503 is starting")
+        assert engine.posts() == []
+        engine.healthy = True
+        assert publisher.wait_ready(2, 20) == 2
+
+
+def test_a_restarted_engine_gets_the_newest_version_again(tmp_path, engine):
+    log = Log()
+    with publishing(tmp_path, [engine], log=log) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        engine.restart()
+        assert engine.weight_version == "default"
+        eventually(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the version is back")
+    assert engine.posts() == SEQUENCE * 2
+
+
+@pytest.mark.parametrize("path", SEQUENCE)
+@pytest.mark.parametrize("how", [DROP, LOSE])
+def test_a_connection_lost_in_the_middle(tmp_path, engine, path, how):
+    engine.script(path, how)
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        assert (engine.weight_version, engine.paused) == ("1", False)
+
+
+def test_066_update_under_load_serves_each_request_once_and_none_between_update_and_flush(tmp_path, engine):
+    """8 running, 5 queued, one that arrives during the pause."""
+    engine.token_s = 0.005
+    body = {"sampling_params": {"max_new_tokens": 40}}
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        answers = {}
+
+        def ask(index):
+            answers[index] = generate(engine.url, {**body, "input_ids": [index], "rid": f"r{index}"})
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(14)]
+        for thread in threads[:13]:
+            thread.start()
+        eventually(lambda: len(engine.running) == 8 and len(engine.waiting) == 5, "8 run and 5 wait")
+        publisher.publish(1, weights(2))
+        eventually(lambda: engine.paused or engine.weight_version == "2", "the pause")
+        threads[13].start()
+        publisher.wait_ready(2, 20)
+        for thread in threads:
+            thread.join()
+    for index in range(14):
+        assert answers[index]["output_ids"] == [(index + 1 + i) % 100 for i in range(40)]
+        spans = answers[index]["meta_info"]["weight_versions"]
+        assert [span["version"] for span in spans] in (["1", "2"], ["2"])
+        assert spans[-1]["end"] == 40
+    at = engine.trace.index(("update", "2"))
+    assert engine.trace[at + 1] == ("flush", "")
+
+
+def test_065_no_cached_token_survives_an_update(tmp_path, engine):
+    body = {"input_ids": list(range(20)), "sampling_params": {"max_new_tokens": 4}}
+    with publishing(tmp_path, [engine]) as publisher:
+        for update in range(3):
+            publisher.wait_ready(publisher.publish(update, weights(update)), 20)
+            assert generate(engine.url, body)["meta_info"]["cached_tokens"] == 0
+            assert generate(engine.url, body)["meta_info"]["cached_tokens"] == 19
+    assert engine.reused
+    assert all(reader == writer for reader, writer in engine.reused)
+
+
+def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
+    gate, saved, log = threading.Event(), [], Log()
+
+    def slow(params, folder):
+        gate.wait(20)
+        saved.append(float(params["model.norm.weight"][0]))
+        save(params, folder)
+
+    with publishing(tmp_path, [engine], save=slow, log=log) as publisher:
+        first = publisher.publish(0, weights(0))
+        eventually(lambda: publisher._pending is None, "the writer took the first")
+        rest = [publisher.publish(update, weights(update)) for update in range(1, 6)]
+        gate.set()
+        assert publisher.wait_ready(rest[-1], 20) == 6
+    assert [first, *rest] == [1, 2, 3, 4, 5, 6]
+    assert saved == [0.0, 5.0]
+    assert [f for kind, f in log.events if kind == "publish_skipped"] == [{"version": v, "newer": v + 1} for v in (2, 3, 4, 5)]
+    with publishing(tmp_path, [engine], incarnation=2) as publisher:
+        assert publisher.updates() == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5}
+        assert publisher.publish(3, weights(3)) == 7  # a rollback to update 3 gets a number of its own
+        assert publisher.wait_ready(7, 20) == 7
+        assert publisher.update_of(7) == 3
+        with pytest.raises(PublishError, match="version 8 was never published; known are 1 to 7"):
+            publisher.update_of(8)
+
+
+def test_an_engine_that_serves_the_old_timeline_is_not_ready_after_a_resume(tmp_path, engine):
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(9, weights(9)), 20)
+    with publishing(tmp_path, [engine], incarnation=2) as publisher:
+        eventually(lambda: publisher.engines()[0].version == 1, "the engine is seen")
+        assert state(publisher) == "starting"
+        publisher.wait_ready(publisher.publish(5, weights(5)), 20)
+        assert engine.weight_version == "2"
+
+
+def test_clean_up_keeps_the_newest_what_engines_hold_and_pins(tmp_path, engine):
+    def stored():
+        return sorted(int(path.name) for path in (tmp_path / "weights").iterdir())
+
+    with FakeEngine() as stuck, publishing(tmp_path, [engine, stuck]) as publisher:
+        publisher.publish(0, weights(0))
+        eventually(lambda: {e.version for e in publisher.engines()} == {1}, "both serve version 1")
+        stuck.script("/pause_generation", *[Answer(400, {"message": "no"})] * 10_000)
+        publisher.wait_ready(publisher.publish(1, weights(1)), 20)
+        with publisher.pin(2):
+            for update in range(2, 6):
+                publisher.wait_ready(publisher.publish(update, weights(update)), 20)
+            eventually(lambda: stored() == [1, 2, 6], "the stuck engine's, the pinned and the newest are left")
+        eventually(lambda: stored() == [1, 6], "the pin is gone")
+        stuck._scripts.clear()
+        eventually(lambda: stored() == [6], "the stuck engine has moved on")
+
+
+def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        with publisher.hold(20) as held:
+            assert held == 1
+            version = publisher.publish(1, weights(1))
+            eventually(lambda: (tmp_path / "weights" / "2" / "DONE").exists(), "it is written meanwhile")
+            with pytest.raises(PublishError, match=r"no engine serves version 2 .*evaluation holds version 1"):
+                publisher.wait_ready(version, 0.1)
+            engine.restart()  # comes back with the held version, not with the newest
+            eventually(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the held version again")
+            with pytest.raises(PublishError, match="version 1 is held already"), publisher.hold(1):
+                pass
+            assert publisher.wait_ready(1, 1) == 1
+        assert publisher.wait_ready(version, 20) == 2
+
+
+def test_a_hold_ends_at_its_deadline(tmp_path, engine):
+    log = Log()
+    with publishing(tmp_path, [engine], log=log) as publisher:
+        with pytest.raises(PublishError, match="cannot hold version 0"), publisher.hold(1):
+            pass
+        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        with publisher.hold(0.1):
+            assert publisher.wait_ready(publisher.publish(1, weights(1)), 20) == 2
+    assert [fields["version"] for kind, fields in log.events if kind == "hold_expired"] == [1]
+
+
+def test_hold_brings_engines_back_to_an_earlier_version(tmp_path, engine):
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        with publisher.pin(1):
+            publisher.wait_ready(publisher.publish(1, weights(1)), 20)
+            with publisher.hold(20, version=1):
+                assert publisher.wait_ready(1, 20) == 1
+                assert engine.weight_version == "1"
+        publisher.wait_ready(2, 20)
+        assert engine.weight_version == "2"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_093_non_finite_parameters_are_never_published(tmp_path, engine, bad):
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(4, weights(1)), 20)
+        poisoned = {"model": {"a": np.ones(3, np.float32), "b": np.array([1, bad, 2], np.float32)}}
+        with pytest.raises(PublishError, match=r"update 5 is not published: 1 of 3 values of model\.b are not finite"):
+            publisher.publish(5, poisoned)
+        assert publisher.updates() == {1: 4}
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == ["1"]
+        assert publisher.publish(6, weights(1)) == 2  # no number was used
+
+
+def test_a_failing_writer_reaches_the_main_loop(tmp_path, engine):
+    def full(params, folder):
+        raise OSError(28, "No space left on device")
+
+    with publishing(tmp_path, [engine], save=full) as publisher:
+        version = publisher.publish(0, weights(0))
+        with pytest.raises(PublishError, match="No space left on device"):
+            publisher.wait_ready(version, 20)
+        with pytest.raises(PublishError, match="No space left on device"):
+            publisher.publish(1, weights(1))
+
+
+def test_recompilations_are_summed_over_embedded_engines(tmp_path, engine):
+    with FakeEngine() as other, publishing(tmp_path, [engine, other]) as publisher:
+        assert publisher.recompilations() is None
+        engine.server_info = {"compilations_after_warmup": 2}
+        assert publisher.recompilations() == 2
+        other.server_info = {"compilations_after_warmup": 3}
+        assert publisher.recompilations() == 5
+        other.stop()
+        assert publisher.recompilations() == 2
+
+
+def test_close_writes_what_is_pending_and_refuses_more(tmp_path, engine):
+    gate = threading.Event()
+
+    def slow(params, folder):
+        gate.wait(20)
+        save(params, folder)
+
+    with publishing(tmp_path, [engine], save=slow) as publisher:
+        publisher.publish(0, weights(0))
+        eventually(lambda: publisher._pending is None, "the writer took it")
+        publisher.publish(1, weights(1))
+        gate.set()
+        publisher.close()
+        assert (tmp_path / "weights" / "2" / "DONE").exists()
+        with pytest.raises(PublishError, match="closed"):
+            publisher.publish(2, weights(2))
+        assert not engine.paused
