@@ -27,9 +27,7 @@ def grpo(rewards: np.ndarray, ddof: int, eps: float = 1e-6) -> np.ndarray:
     return (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
 
 
-def gae(
-    rewards: np.ndarray, values: np.ndarray, bootstrap: float, gamma: float, lam: float
-) -> tuple[np.ndarray, np.ndarray]:
+def gae(rewards: np.ndarray, values: np.ndarray, bootstrap: float, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
     """[A] rewards and values -> [A] advantages and returns (generalised advantage estimation, arXiv 1506.02438).
 
     δₐ = rₐ + γ·vₐ₊₁ − vₐ,  Âₐ = δₐ + γλ·Âₐ₊₁,  return = Â + v. `values[a]` values the state before action token a;

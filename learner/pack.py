@@ -38,6 +38,7 @@ class Example:
     returns: np.ndarray  # [S] float32
     old_values: np.ndarray  # [S] float32
     temperature: float  # that the rollout was sampled at
+    versions: np.ndarray  # [S] int64: of the weights that sampled it
 
 
 class Microbatch(NamedTuple):
@@ -146,7 +147,9 @@ def _fitting_length(example: Example, row_length: int) -> int:
         return len(example.ids)
     if example.mask[row_length:].any():
         needed = int(np.flatnonzero(example.mask)[-1]) + 1
-        raise PackError(f"rollout {example.rollout} needs rows of {needed} tokens; set learner.row_length {row_length} at least so high")
+        raise PackError(
+            f"rollout {example.rollout} needs rows of {needed} tokens; set learner.row_length {row_length} at least so high"
+        )
     return row_length
 
 
