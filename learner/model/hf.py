@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -45,7 +46,7 @@ TOP_NAMES = {
 }
 
 
-def hf_name(path: tuple[str | int, ...]) -> str:
+def hf_name(path: tuple[Any, ...]) -> str:
     """The Hugging Face name of the parameter at `path` of the NNX state."""
     if path[0] == "blocks":
         return f"model.layers.{path[1]}.{LAYER_NAMES[tuple(map(str, path[2:]))]}"

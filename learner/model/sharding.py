@@ -6,6 +6,8 @@ vocabulary. A parameter axis that a mesh axis does not divide is an error of the
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from flax import nnx
@@ -50,7 +52,7 @@ def partition(*axes: str) -> PartitionSpec:
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
-def parameter_axes(path: tuple[str | int, ...]) -> tuple[str, ...]:
+def parameter_axes(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Logical axes of the parameter at `path` of the NNX state; everything not in the table is a norm's scale."""
     return PARAMETER_AXES.get(tuple(map(str, path[-2:])), ("norm",))
 
