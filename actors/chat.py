@@ -215,4 +215,3 @@ def compile_template(template: str) -> Render:
     except JinjaError as error:
         raise TemplateError(f"the chat template is broken: {error}") from error
     return render
-

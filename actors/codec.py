@@ -61,7 +61,7 @@ def load_model_files(folder: str | Path) -> ModelFiles:
     folder = Path(folder)
     config = _read_json(folder / "tokenizer_config.json")
     model = _read_json(folder / "config.json")
-    codec = ByteLevelCodec((folder / "tokenizer.json"))
+    codec = ByteLevelCodec(folder / "tokenizer.json")
     rows = int(model.get("vocab_size", 0))
     if rows < len(codec.pieces):
         raise CodecError(
@@ -109,7 +109,7 @@ class ByteLevelCodec:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self.control = {token.content: i for i, token in self._template.get_added_tokens_decoder().items()}
-        self.pieces = self._pieces()
+        self.pieces: Sequence[bytes] = self._pieces()
         self._controls = frozenset(self.control.values())
         self._remembered = functools.lru_cache(16384)(self._encode_text)
 

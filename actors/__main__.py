@@ -1,0 +1,89 @@
+"""`python -m actors --run RUN --index I`: one actor process of a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from common import cli
+from common.config import RunConfig
+from common.validate import Vocabulary
+from common.wire import Tls
+
+log = logging.getLogger("actors")
+
+
+class StartError(ValueError):
+    """The actor cannot start; the message names the value and the fix."""
+
+
+def read_addresses(run: Path) -> tuple[str, dict[str, list[str]]]:
+    """The learner's address and the env servers' by domain. Raises StartError."""
+    path = run / "addresses.json"
+    try:
+        addresses = json.loads(path.read_text())
+        return addresses["learner"], {domain: list(replicas) for domain, replicas in addresses["envs"].items()}
+    except OSError as error:
+        raise StartError(f"{path}: {error.strerror}; start the run with tools/launch.py") from error
+    except (ValueError, KeyError, AttributeError) as error:
+        raise StartError(f"{path}: not what tools/launch.py writes: {error!r}; start the run again") from error
+
+
+async def act(run: Path, config: RunConfig, index: int) -> None:
+    """Serve the run until the learner has no more work, or SIGTERM. Raises StartError, CodecError, TemplateError."""
+    from actors.chat import Chat
+    from actors.codec import load_model_files
+    from actors.engines import Engines
+    from actors.envs import Envs
+    from actors.learner_client import Learner
+    from actors.pool import Pool
+    from actors.rollout import Parts
+    from actors.toolcalls import TurnParser
+
+    learner_address, env_addresses = read_addresses(run)
+    files = load_model_files(run / "model")
+    chat = Chat(files.codec, files.template, files.end_token)
+    parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning)
+    vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
+    tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
+    engines = Engines(vocabulary, config.engine.timeout_s)
+    envs = Envs(env_addresses, tls, seed=index)
+    learner = Learner(learner_address, f"actor-{index}", tls)
+    pool = Pool(learner, Parts(chat, parser, vocabulary, engines, envs), config.actors.rollouts)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, pool.stop)
+    log.info("actor-%d: %d slots, learner %s, domains %s", index, config.actors.rollouts, learner_address, sorted(env_addresses))
+    try:
+        await pool.run()
+    finally:
+        await engines.close()
+        await envs.close()
+        await learner.close()
+    log.info("actor-%d: done: %s", index, dict(pool.outcomes))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m actors", description="One actor process of a run.")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--index", type=int, default=0, help="which of the run's actors this is")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from actors.chat import TemplateError
+    from actors.codec import CodecError
+
+    try:
+        asyncio.run(act(arguments.run, cli.load(arguments.run / "config.toml"), arguments.index))
+    except (cli.ConfigError, StartError, CodecError, TemplateError) as error:
+        print("polyturn: error: " + str(error).replace("\n", "; "), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

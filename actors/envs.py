@@ -1,0 +1,195 @@
+"""The client of environment servers. Placement is ours, recovery is the sessions' leases'.
+
+A replica is chosen by the power of two choices on its load; a full or draining one sends us to another. `Step` is
+idempotent by its index, so a lost answer is asked for again with the same index. Everything else that goes wrong in a server is
+EnvLost: infrastructure, never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from common import convert, wire
+from common.proto import rl_pb2 as pb
+from common.proto.rl_pb2_grpc import EnvServiceStub
+from common.types import Action, Observation, Task
+
+log = logging.getLogger("actors.envs")
+
+RENEW_S = 2.0
+CALL_S = 30.0  # of one try of a call; a longer step is joined again under its index
+STEP_TRIES = 6  # while the server cannot be reached: a server that restarts has lost the session anyway
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
+Code = grpc.StatusCode
+_AGAIN = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED)  # the answer was lost on the way
+
+
+class EnvLost(Exception):
+    """The session, its server or the environment's code failed: infrastructure."""
+
+
+@dataclass(eq=False)
+class Replica:
+    domain: str
+    address: str
+    stub: EnvServiceStub
+    channel: grpc.aio.Channel
+    sessions: dict[str, Session] = field(default_factory=dict)
+    reported: int = 0  # open sessions of all actors at the last Renew
+    draining: bool = False
+
+    @property
+    def load(self) -> int:
+        return max(self.reported, len(self.sessions))
+
+
+@dataclass(eq=False)
+class Session:
+    """One environment, of one rollout."""
+
+    id: str
+    replica: Replica
+    observation: Observation
+    instructions: str
+    tools_json: str
+    reference: tuple[Action, ...]
+    lost: bool = False
+
+
+class Envs:
+    """All replicas of all domains. Use inside a running event loop; `close` it there."""
+
+    def __init__(self, addresses: dict[str, list[str]], tls: wire.Tls = wire.Tls(), seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._replicas = {
+            domain: [self._replica(domain, address, tls) for address in replicas] for domain, replicas in addresses.items()
+        }
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @staticmethod
+    def _replica(domain: str, address: str, tls: wire.Tls) -> Replica:
+        channel = wire.aio_channel(address, tls)
+        return Replica(domain, address, EnvServiceStub(channel), channel)
+
+    async def open(self, task: Task, session_id: str, with_reference: bool) -> Session:
+        """Open a session somewhere. Waits while all replicas are full or away; the caller sets the deadline. Raises EnvLost."""
+        if not self._replicas.get(task.domain):
+            raise EnvLost(f"no env server for domain {task.domain!r}; there are {sorted(self._replicas)}")
+        request = pb.OpenRequest(session_id=session_id, task=convert.task_to(task), with_reference=with_reference)
+        delay, avoid = FIRST_DELAY_S, ""
+        while True:
+            replica = self._choose(task.domain, avoid)
+            try:
+                reply = await replica.stub.Open(request, timeout=CALL_S)
+                return self._opened(replica, request, reply)
+            except grpc.aio.AioRpcError as error:
+                avoid = replica.address
+                if error.code() in _AGAIN:
+                    self._close_soon(replica, session_id)  # it may have opened there all the same
+                elif error.code() != Code.RESOURCE_EXHAUSTED:
+                    raise EnvLost(_why(replica, "Open", error)) from error
+            except asyncio.CancelledError:
+                self._close_soon(replica, session_id)
+                raise
+            await asyncio.sleep(delay * (0.5 + self._random.random()))
+            delay = min(2 * delay, LONGEST_DELAY_S)
+
+    def _choose(self, domain: str, avoid: str) -> Replica:
+        every = self._replicas[domain]
+        usable = [r for r in every if not r.draining and r.address != avoid] or [r for r in every if not r.draining] or every
+        if len(usable) == 1:
+            return usable[0]
+        first, second = self._random.sample(usable, 2)
+        return first if first.load <= second.load else second
+
+    def _opened(self, replica: Replica, request: pb.OpenRequest, reply: pb.OpenReply) -> Session:
+        if reply.task_id != request.task.id:
+            self._close_soon(replica, request.session_id)
+            raise EnvLost(f"session {request.session_id} was opened for task {reply.task_id!r}, not {request.task.id!r}")
+        session = Session(
+            request.session_id,
+            replica,
+            convert.observation_from(reply.observation),
+            reply.instructions,
+            reply.tools_json,
+            tuple(convert.action_from(action) for action in reply.reference),
+        )
+        replica.sessions[session.id] = session
+        return session
+
+    async def step(self, session: Session, index: int, action: Action) -> Observation:
+        """Do `action`. Raises EnvLost; the caller sets the deadline."""
+        request = pb.StepRequest(session_id=session.id, step_index=index, action=convert.action_to(action))
+        failures, delay = 0, FIRST_DELAY_S
+        while True:
+            if session.lost:
+                raise EnvLost(f"session {session.id} is gone from {session.replica.address}")
+            try:
+                reply = await session.replica.stub.Step(request, timeout=CALL_S)
+                return convert.observation_from(reply.observation)
+            except grpc.aio.AioRpcError as error:
+                # A step that only takes long is no failure: asking again joins it.
+                failures += error.code() != Code.DEADLINE_EXCEEDED
+                if error.code() not in _AGAIN or failures == STEP_TRIES:
+                    raise EnvLost(_why(session.replica, "Step", error)) from error
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_DELAY_S)
+
+    def close_session(self, session: Session) -> None:
+        """Free the session, in the background."""
+        session.replica.sessions.pop(session.id, None)
+        if not session.lost:
+            self._close_soon(session.replica, session.id)
+
+    def _close_soon(self, replica: Replica, session_id: str) -> None:
+        async def call() -> None:
+            try:
+                await replica.stub.Close(pb.CloseRequest(session_id=session_id), timeout=5)
+            except grpc.aio.AioRpcError as error:
+                log.debug("close of %s at %s: %s", session_id, replica.address, error.code())  # its lease frees it
+
+        self._keep(call())
+
+    def _keep(self, call: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(call)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def renew(self) -> None:
+        """One heartbeat to every replica where we hold sessions or that was draining."""
+        every = [replica for replicas in self._replicas.values() for replica in replicas]
+        await asyncio.gather(*[self._renew(replica) for replica in every if replica.sessions or len(every) > 1])
+
+    async def _renew(self, replica: Replica) -> None:
+        held = list(replica.sessions)
+        try:
+            reply = await replica.stub.Renew(pb.RenewSessionsRequest(session_ids=held), timeout=RENEW_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("renew at %s (%s): %s", replica.address, replica.domain, error.code().name)
+            return
+        replica.reported, replica.draining = reply.open_sessions, reply.draining
+        for session_id in reply.lost:
+            if session := replica.sessions.get(session_id):
+                session.lost = True
+
+    async def close(self) -> None:
+        """Close what is still open, then the channels."""
+        for replicas in self._replicas.values():
+            for replica in replicas:
+                for session in list(replica.sessions.values()):
+                    self.close_session(session)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=5)
+        for replicas in self._replicas.values():
+            await asyncio.gather(*[replica.channel.close() for replica in replicas])
+
+
+def _why(replica: Replica, call: str, error: grpc.aio.AioRpcError) -> str:
+    return f"{call} at {replica.address} ({replica.domain}): {error.code().name}: {error.details()}"

@@ -1,0 +1,168 @@
+"""The rollouts of one actor process: leases work while slots are free, keeps leases alive, delivers results."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from actors.learner_client import Key, Learner, LearnerAway
+from actors.rollout import Parts, Tape, Wait, run_rollout
+from common.proto import rl_pb2 as pb
+from common.types import Assignment
+
+log = logging.getLogger("actors.pool")
+
+RENEW_S = 2.0
+LEASE_PAUSE_S = 0.02  # between two leases: slots that free together are leased together
+LONGEST_PAUSE_S = 2.0
+
+
+@dataclass(eq=False)
+class Slot:
+    """A rollout in flight, until its delivery is acknowledged."""
+
+    assignment: Assignment
+    incarnation: int  # of the learner that leased it
+    wait: Wait
+    task: asyncio.Task[None]
+
+
+class Pool:
+    """At most `slots` rollouts at once. `run` ends when the learner has no more work, or after `stop`."""
+
+    def __init__(self, learner: Learner, parts: Parts, slots: int) -> None:
+        self._learner = learner
+        self._parts = parts
+        self._slots = slots
+        self._running: dict[Key, Slot] = {}
+        self._freed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._no_more = False
+        self._incarnation = 0
+        self._away = False  # the learner did not answer the last heartbeat
+        self.outcomes: Counter[str] = Counter()  # how rollouts left this process
+
+    def stop(self) -> None:
+        """Lease nothing more, cancel what runs, return from `run`."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        loops = [
+            asyncio.create_task(self._lease_loop()),
+            asyncio.create_task(self._renew_loop()),
+            asyncio.create_task(self._stop.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a loop that broke ends the process
+        finally:
+            for task in loops:
+                task.cancel()
+            for slot in self._running.values():
+                slot.task.cancel()
+            await asyncio.gather(*loops, *[slot.task for slot in self._running.values()], return_exceptions=True)
+
+    async def _lease_loop(self) -> None:
+        """Ends when there is no more work and nothing is running."""
+        away = 0
+        while not (self._no_more and not self._running):
+            pause = LEASE_PAUSE_S
+            free = self._slots - len(self._running)
+            if free and not self._no_more:
+                try:
+                    pause = max(pause, await self._lease(free))
+                    away = 0
+                except LearnerAway as error:
+                    if away == 0:
+                        log.warning("no work: %s", error)
+                    away += 1
+                    pause = min(0.2 * 2**away, LONGEST_PAUSE_S)
+                await asyncio.sleep(pause)
+            else:
+                self._freed.clear()
+                await self._freed.wait()
+                await asyncio.sleep(LEASE_PAUSE_S)
+
+    async def _lease(self, free: int) -> float:
+        """Start what the learner hands out; returns for how long to wait before asking again."""
+        leased = await self._learner.lease(free)
+        self._incarnation = leased.incarnation
+        self._no_more = leased.no_more
+        self._parts.engines.update(leased.engines)
+        for assignment in leased.assignments:
+            self._start(assignment, leased.incarnation)
+        return 0.0 if leased.assignments else min(leased.retry_after_s, LONGEST_PAUSE_S)
+
+    def _start(self, assignment: Assignment, incarnation: int) -> None:
+        key = (assignment.rollout_id, assignment.attempt)
+        if key in self._running:
+            return
+        wait = Wait(since=time.monotonic())
+        task = asyncio.create_task(self._play(assignment, incarnation, wait))
+        self._running[key] = Slot(assignment, incarnation, wait, task)
+        task.add_done_callback(lambda task: self._free(key, task))
+
+    async def _play(self, assignment: Assignment, incarnation: int, wait: Wait) -> None:
+        trajectory = await run_rollout(assignment, self._parts, wait)
+        wait.set("deliver", self._learner.address)
+        try:
+            word = await self._learner.deliver(trajectory, incarnation)
+        except ValueError as error:  # too large for the wire
+            tape = Tape(assignment)
+            tape.fail(f"delivery: {error}")
+            word = await self._learner.deliver(tape.trajectory(self._parts.vocabulary), incarnation)
+        self.outcomes[word] += 1
+
+    def _free(self, key: Key, task: asyncio.Task[None]) -> None:
+        self._running.pop(key, None)
+        self._freed.set()
+        if task.cancelled():
+            self.outcomes["CANCELLED"] += 1
+        elif error := task.exception():
+            log.error("rollout %s attempt %d was lost: %r", *key, error, exc_info=error)
+            self.outcomes["LOST"] += 1
+
+    async def _renew_loop(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await asyncio.gather(self._parts.envs.renew(), self._renew())
+
+    async def _renew(self) -> None:
+        try:
+            renewed = await self._learner.renew(self._incarnation, list(self._running), self._waits(), self._metrics())
+        except LearnerAway as error:
+            if not self._away:
+                log.warning("no heartbeat: %s", error)
+            self._away = True
+            return
+        self._away = False
+        self._parts.engines.update(renewed.engines)
+        self._no_more = self._no_more or renewed.no_more
+        self._freed.set()  # the lease loop looks again
+        if self._incarnation and renewed.incarnation != self._incarnation:
+            log.info("the learner restarted: incarnation %d, was %d", renewed.incarnation, self._incarnation)
+        self._incarnation = renewed.incarnation
+        for key in renewed.cancel:
+            if slot := self._running.get(key):
+                log.info("rollout %s attempt %d is cancelled by the learner", *key)
+                slot.task.cancel()
+
+    def _waits(self) -> list[pb.WaitMessage]:
+        now = time.monotonic()
+        return [
+            pb.WaitMessage(
+                name=slot.wait.name,
+                owner=rollout_id,
+                on=slot.wait.on,
+                seconds=now - slot.wait.since,
+                deadline=slot.wait.deadline_s,
+            )
+            for (rollout_id, _), slot in self._running.items()
+        ]
+
+    def _metrics(self) -> dict[str, float]:
+        return {"running": float(len(self._running)), **{f"outcome/{word}": float(n) for word, n in self.outcomes.items()}}
