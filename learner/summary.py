@@ -1,0 +1,72 @@
+"""summary.json: what a finished run was and reached. Checked as it is written, so that every reader may rely on it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RolloutCounts(Table):
+    """Every dispatched training rollout ended in exactly one way."""
+
+    dispatched: Count
+    trained: Count
+    filtered: Count
+    stale: Count
+    failed: Count
+    cancelled: Count
+
+    @model_validator(mode="after")
+    def _balance(self) -> RolloutCounts:
+        ended = self.trained + self.filtered + self.stale + self.failed + self.cancelled
+        if ended != self.dispatched:
+            raise ValueError(
+                f"rollouts do not balance: {self.dispatched} dispatched, but {self.trained} trained + {self.filtered} filtered"
+                f" + {self.stale} stale + {self.failed} failed + {self.cancelled} cancelled = {ended}"
+            )
+        return self
+
+
+class Evaluation(Table):
+    """Success on one domain's held-out tasks; `n` rollouts were scored, `ci95` is an interval of the rate."""
+
+    phase: Literal["init", "warm", "rl"]
+    version: Count
+    split: str
+    mode: Literal["greedy", "sampled"]
+    domain: str
+    success: Rate
+    n: Count
+    ci95: tuple[Rate, Rate]
+
+
+class TokenCounts(Table):
+    sampled: Count  # by the policy, in delivered training rollouts
+    trained: Count  # with a live mask, in committed updates
+
+
+class LagStatistics(Table):
+    """Updates between the policy that sampled a token and the one it trained, over trained tokens."""
+
+    mean: Annotated[float, Field(ge=0)]
+    max: Count
+
+
+class Summary(Table):
+    config: dict[str, Any]
+    seed: int
+    updates: Count
+    wall_seconds: Annotated[float, Field(ge=0)]
+    rollouts: RolloutCounts
+    evals: list[Evaluation]
+    tokens: TokenCounts
+    lag: LagStatistics
+    recompilations_after_warmup: Count | None  # None: the engines do not count (SGLang)
