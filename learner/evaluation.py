@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import Task, Trajectory
+from learner.ledger import Ledger
+from learner.rollouts import Kind
 
 SPLIT = "heldout"
 Z95 = 1.959963984540054  # 97.5th percentile of the normal distribution
@@ -77,3 +79,54 @@ class Job:
             rate = sum(outcomes) / n if n else 0.0
             out.append(common | {"success": rate, "n": n, "ci95": list(wilson(sum(outcomes), n))})
         return out
+
+
+class Evaluation:
+    """The held-out rollouts that are open, and the results so far. One evaluation (a version, in some modes) at a time."""
+
+    def __init__(self, tasks: Mapping[str, Sequence[Task]]) -> None:
+        self._tasks = tasks
+        self.jobs: list[Job] = []
+        self.results: list[dict[str, Any]] = []  # of all evaluations, entries of summary.json
+
+    @property
+    def open(self) -> list[str]:
+        """Rollouts without a result."""
+        return [rollout_id for job in self.jobs for rollout_id in job.rollouts]
+
+    @property
+    def version(self) -> int:
+        return self.jobs[0].version if self.jobs else 0
+
+    def start(self, ledger: Ledger, label: str, version: int, modes: Sequence[str]) -> None:
+        """Dispatch every task in every mode. Seeds depend on task and mode alone: evaluations compare like with like."""
+        self.jobs = [Job(label, version, mode) for mode in modes]
+        for job in self.jobs:
+            for domain, tasks in self._tasks.items():
+                for task in tasks:
+                    group = ledger.open(Kind.EVAL, task, "eval", domain, task.id, job.mode)
+                    job.plan(group.rollouts[0].id, domain)
+
+    def mode_of(self, rollout_id: str) -> str:
+        return self._job(rollout_id).mode
+
+    def scored(self, rollout_id: str, success: bool) -> None:
+        self._job(rollout_id).scored(rollout_id, success)
+
+    def given_up(self, rollout_id: str) -> None:
+        """Out of attempts. Does nothing for a rollout of training."""
+        if rollout_id in self.open:
+            self._job(rollout_id).given_up(rollout_id)
+
+    def finish(self) -> tuple[list[dict[str, Any]], int]:
+        """Results, and how many rollouts failed; what is still open counts as failed."""
+        for rollout_id in self.open:
+            self.given_up(rollout_id)
+        results = [entry for job in self.jobs for entry in job.results()]
+        failed = sum(sum(job.failed.values()) for job in self.jobs)
+        self.results += results
+        self.jobs = []
+        return results, failed
+
+    def _job(self, rollout_id: str) -> Job:
+        return next(job for job in self.jobs if rollout_id in job.rollouts)

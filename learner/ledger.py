@@ -225,13 +225,11 @@ class Ledger:
         return taken
 
     def commit(self) -> int:
-        """The optimizer step happened: its rollouts are trained; returns how many."""
+        """The optimizer step happened: its rollouts are trained; returns how many. What waits is older now: purge()."""
         kinds = {group.kind for group in self.groups.values() if group.any(State.TRAINING)}
         self.update += Kind.RL in kinds
         self.warm_update += Kind.WARM in kinds
-        count = self._end_training(State.TRAINED, "")
-        self.purge()  # the step aged everything that waits: stale groups free capacity at once
-        return count
+        return self._end_training(State.TRAINED, "")
 
     def abandon(self, reason: str) -> int:
         """The step was skipped: its rollouts are filtered, the policy is as old as before."""

@@ -1,0 +1,90 @@
+"""What a rollout is asked to do, and whether what came back is an answer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from common.config import DomainConfig, RunConfig
+from common.convert import ConvertError, trajectory_parse
+from common.types import Assignment, ContextPolicy, Limits, Sampling, Source, Status, Trajectory
+from common.validate import RecordError, Vocabulary, check, sampled_tokens
+from learner.rollouts import Group, Kind, Rollout
+
+
+@dataclass(frozen=True)
+class Leased:
+    """What an actor gets for its free slots."""
+
+    assignments: list[Assignment]
+    retry_after_s: float
+    no_more: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To a delivery; `status` is a name of DeliverStatus, or EXPECTED."""
+
+    status: str
+    reason: str = ""
+
+
+EXPECTED = Answer("EXPECTED")
+
+
+def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: Rollout, greedy: bool) -> Assignment:
+    limits = domain.limits
+    temperature = 0.0 if greedy else config.sampling.temperature
+    return Assignment(
+        rollout_id=rollout.id,
+        attempt=rollout.attempt,
+        group_id=group.id,
+        task=group.task,
+        source=group.kind.source,
+        purpose="eval" if group.kind is Kind.EVAL else "train",
+        limits=Limits(limits.max_turns, limits.max_tokens, limits.deadline_s),
+        sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
+        context=ContextPolicy(domain.context.name, dict(domain.context.options)),
+    )
+
+
+def read(data: bytes, rollout_id: str, vocabulary: Vocabulary, versions: Collection[int]) -> Trajectory:
+    """The trajectory in `data`. Raises RecordError when it is none, or breaks a rule of the record."""
+    try:
+        trajectory = trajectory_parse(data)
+    except ConvertError as error:
+        raise RecordError("parse", rollout_id, str(error)) from error
+    check(trajectory, vocabulary, versions)
+    return trajectory
+
+
+def check_assignment(trajectory: Trajectory, group: Group, rollout: Rollout) -> None:
+    """Raise RecordError unless `trajectory` is what `rollout` was asked for. A held-out rollout cannot pass for training:
+    its id, group and temperature are not those of a training rollout."""
+    task, source = group.task, group.kind.source
+    pairs = [
+        ("rollout_id", trajectory.rollout_id, rollout.id),
+        ("attempt", trajectory.attempt, rollout.attempt),
+        ("group_id", trajectory.group_id, group.id),
+        ("task", (trajectory.task.domain, trajectory.task.id), (task.domain, task.id)),
+        ("source", trajectory.source, source),
+    ]
+    for name, got, want in pairs:
+        if got != want:
+            raise RecordError("assignment", rollout.id, f"{name} is {got!r}, assigned was {want!r}")
+    if group.kind is Kind.RL and trajectory.sampling.temperature <= 0:
+        raise RecordError("assignment", rollout.id, "temperature 0 (greedy) is for evaluation, this is a training rollout")
+
+
+def failure(trajectory: Trajectory) -> str:
+    """Why there is nothing to score, from the flag `reason:<why>` of a FAILED rollout; empty when there is something."""
+    if trajectory.status == Status.FAILED:
+        return next((flag.removeprefix("reason:")[:80] for flag in trajectory.flags if flag.startswith("reason:")), "unknown")
+    if trajectory.source == Source.POLICY and not sampled_tokens(trajectory.steps):
+        return "no_tokens"
+    return ""
+
+
+def versions_of(trajectory: Trajectory) -> tuple[int, ...]:
+    """The versions that sampled its tokens, rising."""
+    return tuple(sorted({run.version for step in trajectory.steps for run in step.versions}))

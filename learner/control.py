@@ -1,0 +1,416 @@
+"""The learner's control plane behind one lock: who works on what, what has arrived, what the next update trains on.
+
+Actors reach it through `learner/service.py`; the training loop calls `take`, `commit`, `evaluate`. Nothing here waits for a
+device, and every wait has a deadline and a name (`learner/progress.py` says it in a sentence). `events` and `clock` are
+called with the lock held: they must not call back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config import DomainConfig, RunConfig
+from common.convert import ConvertError, trajectory_parse
+from common.types import Assignment, EngineInfo, Source, Task, Trajectory
+from common.validate import RecordError, Vocabulary, sampled_tokens
+from learner import progress
+from learner.assignments import EXPECTED, Answer, Leased, assignment, check_assignment, failure, read, versions_of
+from learner.batch import Batch, build
+from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
+from learner.inbox import Inbox, SpoolError
+from learner.ledger import Ledger
+from learner.progress import Actor
+from learner.rollouts import OUTCOMES, Group, Kind, Rollout, Rules, Standing, State
+from learner.sampler import TaskSampler
+
+TRAINING = (Kind.RL, Kind.WARM)
+TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
+POLL_S = 0.1  # an actor with free slots asks again so soon while there may be work, and so seldom while there is none:
+IDLE_POLL_S = 0.5
+ACTOR_MEMORY_S = 60.0  # an actor silent for so long leaves the status report
+RATE_WINDOW_S = 30.0  # of tokens per second
+
+NEVER = float("-inf")
+
+Events = Callable[[str, dict[str, Any]], None]
+Key = tuple[str, int]  # rollout id, attempt
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a control plane is built from, besides the configuration."""
+
+    tasks: Mapping[str, Mapping[str, Sequence[Task]]]  # domain -> split ("train", "heldout") -> tasks
+    folder: Path  # of the run
+    incarnation: int
+    vocabulary: Vocabulary
+
+
+class Control:
+    """Thread-safe."""
+
+    def __init__(self, config: RunConfig, start: Start, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self.incarnation = config, start.incarnation
+        self._vocabulary, self._events, self._clock = start.vocabulary, events, clock
+        self._domains: dict[str, DomainConfig] = {domain.name: domain for domain in config.domains}
+        train = {name: start.tasks[name]["train"] for name in self._domains}
+        self.sampler = TaskSampler(train, {name: domain.weight for name, domain in self._domains.items()}, config.seed)
+        heldout = {name: start.tasks[name][SPLIT] for name in self._domains}
+        self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks))
+        self.ledger = Ledger(Rules.of(config), start.incarnation)
+        self._inbox = Inbox(start.folder / "inbox", start.incarnation)
+        self._changed = threading.Condition(threading.RLock())
+        self._stored: dict[str, Trajectory] = {}  # delivered and not yet finished, by rollout id
+        self.engines: list[EngineInfo] = []
+        self.actors: dict[str, Actor] = {}
+        self.phase = "start"  # then "warm", "rl", "done"
+        self.running: Batch | None = None  # the update that is being computed
+        self.last: Batch | None = None
+        self.deliveries: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter(sampled=0, trained=0)  # of RL rollouts: scored by then, and in the loss
+        self.arrivals: deque[tuple[float, int]] = deque()  # time and sampled tokens of recent deliveries
+        self.wait_name, self.wait_since, self.wait_limit = "", 0.0, 0.0
+        self._stall_told, self._next_tick = 0.0, NEVER
+        self._no_more = False
+        self._spool_of_checkpoints: deque[list[str]] = deque(maxlen=config.checkpoint.keep)
+
+    # ---- the training loop -------------------------------------------------------------------------------
+
+    def start_warm(self) -> None:
+        self._enter("warm")
+
+    def start_rl(self) -> None:
+        """Reference rollouts that are still open are cancelled."""
+        self._enter("rl", Kind.WARM)
+
+    def finish(self) -> None:
+        """Nothing is leased any more and everything open, but the running update, is cancelled. A state that should be
+        resumed is taken before."""
+        with self._changed:
+            self._no_more = True
+            self._enter("done", *Kind)
+
+    def set_engines(self, engines: list[EngineInfo]) -> None:
+        with self._changed:
+            self.engines = engines
+            self._changed.notify_all()
+
+    def published(self, version: int, update: int) -> None:
+        """`version` holds the weights after `update` RL updates. Call it before an engine can serve the version: tokens
+        of versions that are not known here are refused."""
+        with self._changed:
+            self.ledger.published(version, update)
+
+    def take(self, timeout: float) -> Batch | None:
+        """The next update's batch; None after `timeout` seconds or when the run has ended.
+
+        Raises RuntimeError while a batch is out.
+        """
+        kind = Kind.WARM if self.phase == "warm" else Kind.RL
+        with self._changed:
+            deadline = self._clock() + timeout
+            while True:
+                self._tick()
+                self._purge()
+                groups = self.ledger.take(kind)
+                if groups:
+                    self.wait_name = ""
+                    self.running = self.last = build(groups, self._stored, self.ledger)
+                    return self.running
+                if not self._pause("take", deadline, timeout):
+                    return None
+
+    def commit(self, batch: Batch) -> None:
+        """The optimizer step on `batch` happened."""
+        with self._changed:
+            self._return(batch)
+            self.ledger.commit()
+            if batch.kind is Kind.RL:
+                self.tokens["trained"] += batch.live_tokens
+            self._purge()
+            self._forget()
+
+    def abandon(self, batch: Batch, reason: str) -> None:
+        """The step on `batch` was skipped: its rollouts are filtered, and the update is still to be done."""
+        with self._changed:
+            self._return(batch)
+            count = self.ledger.abandon(reason)
+            self._events("update_abandoned", {"update": batch.update, "rollouts": count, "reason": reason})
+            self._forget()
+
+    def evaluate(self, label: str, version: int, modes: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Held-out success of `version` in each mode (those of the configuration by default); entries of summary.json.
+
+        Returns by eval.deadline_s; what is not done by then counts as failed. Engines should be held at `version`.
+        """
+        limit = self.config.eval.deadline_s
+        with self._changed:
+            self.evaluation.start(self.ledger, label, version, modes or self.config.eval.modes)
+            deadline = self._clock() + limit
+            while self.evaluation.open and self._pause("evaluate", deadline, limit):
+                self._tick()
+            if late := self.evaluation.open:
+                why = progress.wait_sentence(self, self._clock())
+                self._events("evaluation_incomplete", {"rollouts": len(late), "why": why})
+                self.ledger.cancel(Kind.EVAL)
+            self.wait_name = ""
+            results, failed = self.evaluation.finish()
+            self._events("evaluation", {"results": results, "failed": failed})
+            return results
+
+    # ---- reports -----------------------------------------------------------------------------------------
+
+    def counts(self, *kinds: Kind) -> dict[str, int]:
+        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`)."""
+        with self._changed:
+            tally = self.ledger.tally(*(kinds or TRAINING))
+        named = {state.value: tally[state] for state in OUTCOMES if state is not State.EVALUATED or Kind.EVAL in kinds}
+        total = sum(tally.values())
+        return {"dispatched": total, "open": total - sum(named.values()), **named}
+
+    def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
+        """Outcome -> reason -> rollouts."""
+        with self._changed:
+            return self.ledger.reasons(*(kinds or TRAINING))
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            return progress.report(self, self._clock())
+
+    # ---- checkpoints -------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """This moment, as JSON. Delivered rollouts are named by their place in the spool, whose files are synced here."""
+        with self._changed:
+            self._inbox.rotate()
+            return {
+                "ledger": self.ledger.state(),
+                "sampler": self.sampler.state(),
+                "spool": sorted({r.place[0] for r in self.ledger.rollouts(*TRAINING) if r.place[0]}),
+                "evals": self.evaluation.results,
+                "tokens": dict(self.tokens),
+            }
+
+    def committed(self, state: dict[str, Any]) -> None:
+        """A checkpoint with `state` is on disk: spool files that neither it, nor a kept one, nor an open rollout needs go."""
+        with self._changed:
+            self._spool_of_checkpoints.append(state["spool"])
+            needed = {name for names in self._spool_of_checkpoints for name in names}
+            self._inbox.keep_only(needed | {r.place[0] for r in self.ledger.rollouts(*TRAINING)})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint of an earlier incarnation, before any phase starts."""
+        with self._changed:
+            self.ledger.restore(state["ledger"])
+            self.evaluation.results, self.tokens = list(state["evals"]), Counter(state["tokens"])
+            self._spool_of_checkpoints.append(state["spool"])
+            for domain in self.sampler.restore(state["sampler"]):
+                self._events(
+                    "tasks_changed",
+                    {"domain": domain, "warning": "its train tasks differ from the checkpoint's: the order starts anew"},
+                )
+            delivered = [r for r in self.ledger.rollouts(*TRAINING) if r.state in (State.WAITING, State.STALE)]
+            for rollout in delivered:
+                try:
+                    self._stored[rollout.id] = trajectory_parse(self._inbox.read(rollout.place))
+                except (SpoolError, ConvertError) as error:
+                    self._events("spool_lost", {"rollout": rollout.id, "reason": str(error)})
+                    self.ledger.lost(rollout.id)
+            counts = self.counts()
+            self._events("restored", {"update": self.ledger.update, "waiting": len(self._stored), "rollouts": counts})
+
+    # ---- actors ------------------------------------------------------------------------------------------
+
+    def lease(self, actor_id: str, capacity: int) -> Leased:
+        """Held-out rollouts first, then training within capacity. Rollouts of the policy need a ready engine: for training
+        one whose weights are young enough, for evaluation one with the version in question."""
+        with self._changed:
+            self._tick()
+            now = self._clock()
+            self.actors.setdefault(actor_id, Actor(now)).seen = now
+            chosen: list[Rollout] = []
+            if self.evaluation.open and self.serves(self.evaluation.version):
+                chosen += self.ledger.lease(actor_id, capacity, Kind.EVAL, now)
+            if self.phase == "warm":
+                chosen += self._lease_training(actor_id, capacity - len(chosen), Kind.WARM, now)
+            elif self.phase == "rl" and self.fresh_engine():
+                chosen += self._lease_training(actor_id, capacity - len(chosen), Kind.RL, now)
+            busy = self.phase in ("warm", "rl") or self.evaluation.open
+            retry = 0.0 if len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
+            return Leased([self._assignment(rollout) for rollout in chosen], retry, self._no_more)
+
+    def renew(self, actor_id: str, running: list[Key], waits: list[dict[str, Any]], metrics: dict[str, float]) -> list[Key]:
+        """Extend leases; returns the rollouts that the actor must stop."""
+        with self._changed:
+            now = self._clock()
+            self.actors[actor_id] = Actor(now, len(running), waits, metrics)
+            stop = self.ledger.renew(actor_id, running, now)
+            self._tick()
+            return stop
+
+    @property
+    def no_more(self) -> bool:
+        return self._no_more
+
+    def standing(self, incarnation: int, key: Key) -> Answer:
+        """Whether a delivery of `key` is EXPECTED, and the answer when it is not."""
+        with self._changed:
+            if incarnation != self.incarnation:
+                return self._answer(
+                    "SUPERSEDED", f"the learner is incarnation {self.incarnation}, the rollout belongs to {incarnation}"
+                )
+            standing = self.ledger.standing(*key)
+            if standing is Standing.EXPECTED:
+                return EXPECTED
+            if standing is Standing.UNKNOWN:
+                return self._answer("REFUSED", f"unknown_rollout: {key[0]} attempt {key[1]} was never handed out")
+            return self._answer(standing.value.upper())
+
+    def deliver(self, incarnation: int, key: Key, data: bytes) -> Answer:
+        """A whole message arrived. Raises OSError when the spool cannot be written: the actor sends it again."""
+        trajectory: Trajectory | RecordError
+        try:
+            trajectory = read(data, key[0], self._vocabulary, self.ledger.versions)
+        except RecordError as error:
+            trajectory = error
+        with self._changed:
+            answer = self.standing(incarnation, key)  # again: reading took a while
+            if answer is not EXPECTED:
+                return answer
+            group, rollout = self.ledger.find(key[0])
+            try:
+                if isinstance(trajectory, RecordError):
+                    raise trajectory
+                check_assignment(trajectory, group, rollout)
+            except RecordError as error:
+                self._inbox.quarantine(data)
+                detail = {"rollout": rollout.id, "attempt": rollout.attempt, "actor": rollout.actor, "rule": error.rule}
+                self._events("refused", detail | {"detail": error.detail})
+                self._fail(rollout, f"refused:{error.rule}")
+                return self._answer("REFUSED", f"{error.rule}: {error.detail}")
+            if reason := failure(trajectory) or self._wrong_version(trajectory, group):
+                self._fail(rollout, reason)
+            else:
+                self._store(trajectory, group, rollout, data)
+            return self._answer("STORED")
+
+    def _store(self, trajectory: Trajectory, group: Group, rollout: Rollout, data: bytes) -> None:
+        if group.kind is Kind.EVAL:
+            self.evaluation.scored(rollout.id, succeeded(trajectory))
+            self.ledger.delivered(rollout.id, versions_of(trajectory), ("", 0))
+        else:
+            place = self._inbox.append(data)
+            self._stored[rollout.id] = trajectory
+            self.ledger.delivered(rollout.id, versions_of(trajectory), place)
+        tokens = sampled_tokens(trajectory.steps) if trajectory.source == Source.POLICY else 0
+        self.arrivals.append((self._clock(), tokens))
+        if group.kind is Kind.RL:
+            self.tokens["sampled"] += tokens
+            self.sampler.record(group.task, succeeded(trajectory))
+        if group.closed:
+            self._changed.notify_all()
+
+    def _fail(self, rollout: Rollout, reason: str) -> None:
+        detail = {"rollout": rollout.id, "attempt": rollout.attempt, "actor": rollout.actor, "reason": reason}
+        self.ledger.failed(rollout.id, reason)
+        self._events("rollout_failed", detail | {"again": rollout.state is State.PENDING})
+        self._given_up(rollout)
+
+    def _given_up(self, rollout: Rollout) -> None:
+        """Tell whoever waits when the rollout will not be tried again."""
+        if rollout.state is State.FAILED:
+            self.evaluation.given_up(rollout.id)
+            self._changed.notify_all()
+
+    def _wrong_version(self, trajectory: Trajectory, group: Group) -> str:
+        if group.kind is Kind.EVAL and versions_of(trajectory) != (self.evaluation.version,):
+            return "other_version"
+        return ""
+
+    def _answer(self, status: str, reason: str = "") -> Answer:
+        self.deliveries[status.lower()] += 1
+        return Answer(status, reason)
+
+    # ---- under the lock ----------------------------------------------------------------------------------
+
+    def _enter(self, phase: str, *cancelled: Kind) -> None:
+        with self._changed:
+            self.phase = phase
+            count = self.ledger.cancel(*cancelled)
+            self._events("phase", {"phase": phase, "cancelled": count})
+            self._changed.notify_all()
+
+    def _tick(self) -> None:
+        """What time alone brings about: leases of silent actors end."""
+        now = self._clock()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        expired = self.ledger.expire(now)
+        for actor in sorted({r.actor for r in expired}):
+            mine = [r.id for r in expired if r.actor == actor]
+            self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
+        for rollout in expired:
+            self._given_up(rollout)
+        while self.arrivals and self.arrivals[0][0] < now - RATE_WINDOW_S:
+            self.arrivals.popleft()
+        for actor in [name for name, actor in self.actors.items() if actor.seen < now - ACTOR_MEMORY_S]:
+            del self.actors[actor]
+
+    def _purge(self) -> None:
+        stale = self.ledger.purge()
+        if stale:
+            again = sum(r.state is State.PENDING for r in stale)
+            self._events("stale", {"rollouts": len(stale), "again": again, "update": self.ledger.update, "oldest": stale[0].id})
+
+    def _pause(self, name: str, deadline: float, limit: float) -> bool:
+        """Wait for a change, a while at most; False when it is over: the deadline has passed or the run has ended."""
+        now = self._clock()
+        if self.wait_name != name:
+            self.wait_name, self.wait_since, self._stall_told = name, now, now
+        self.wait_limit = limit
+        if now - self._stall_told >= self.config.learner.stall_s:
+            self._stall_told = now
+            self._events("stall", {"wait": name, "seconds": now - self.wait_since, "why": progress.wait_sentence(self, now)})
+        if self._no_more or now >= deadline:
+            return False
+        self._changed.wait(min(TICK_S, deadline - now))
+        return True
+
+    def _return(self, batch: Batch) -> None:
+        if batch is not self.running:
+            raise RuntimeError("this batch is not the running update")
+        self.running = None
+
+    def _forget(self) -> None:
+        """Let go of trajectories whose group has ended."""
+        self._stored = {name: x for name, x in self._stored.items() if self.ledger.holds(name)}
+        self._changed.notify_all()
+
+    def _lease_training(self, actor_id: str, count: int, kind: Kind, now: float) -> list[Rollout]:
+        leased = self.ledger.lease(actor_id, count, kind, now)
+        for _ in range(self.ledger.capacity(kind)):
+            if len(leased) >= count:
+                break
+            self.ledger.open(kind, self.sampler.next())
+            leased += self.ledger.lease(actor_id, count - len(leased), kind, now)
+        return leased
+
+    def _assignment(self, rollout: Rollout) -> Assignment:
+        group, _ = self.ledger.find(rollout.id)
+        greedy = group.kind is Kind.EVAL and self.evaluation.mode_of(rollout.id) == "greedy"
+        return assignment(self.config, self._domains[group.task.domain], group, rollout, greedy)
+
+    def serves(self, version: int) -> bool:
+        return any(engine.state == "ready" and engine.version == version for engine in self.engines)
+
+    def fresh_engine(self) -> bool:
+        """Some engine's weights are young enough for training."""
+        known = self.ledger.versions
+        return any(e.state == "ready" and e.version in known and self.ledger.live(e.version) for e in self.engines)
