@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
 from learner.inbox import Inbox, SpoolError
 from learner.ledger import Ledger
 from learner.progress import Actor
-from learner.rollouts import OUTCOMES, Group, Kind, Rollout, Rules, Standing, State
+from learner.rollouts import Group, Kind, Rollout, Rules, Standing, State
 from learner.sampler import TaskSampler
 
 TRAINING = (Kind.RL, Kind.WARM)
@@ -35,36 +34,35 @@ POLL_S = 0.1  # an actor with free slots asks again so soon while there may be w
 IDLE_POLL_S = 0.5
 ACTOR_MEMORY_S = 60.0  # an actor silent for so long leaves the status report
 RATE_WINDOW_S = 30.0  # of tokens per second
-
 NEVER = float("-inf")
 
 Events = Callable[[str, dict[str, Any]], None]
 Key = tuple[str, int]  # rollout id, attempt
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a control plane is built from, besides the configuration."""
-
-    tasks: Mapping[str, Mapping[str, Sequence[Task]]]  # domain -> split ("train", "heldout") -> tasks
-    folder: Path  # of the run
-    incarnation: int
-    vocabulary: Vocabulary
-
-
 class Control:
     """Thread-safe."""
 
-    def __init__(self, config: RunConfig, start: Start, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config, self.incarnation = config, start.incarnation
-        self._vocabulary, self._events, self._clock = start.vocabulary, events, clock
+    def __init__(
+        self,
+        config: RunConfig,
+        tasks: Mapping[str, Mapping[str, Sequence[Task]]],
+        folder: Path,
+        incarnation: int,
+        vocabulary: Vocabulary,
+        events: Events,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tasks` by domain and split ("train", "heldout"); `folder` of the run. Raises ValueError for missing tasks."""
+        self.config, self.incarnation = config, incarnation
+        self._vocabulary, self._events, self._clock = vocabulary, events, clock
         self._domains: dict[str, DomainConfig] = {domain.name: domain for domain in config.domains}
-        train = {name: start.tasks[name]["train"] for name in self._domains}
+        train = {name: tasks[name]["train"] for name in self._domains}
         self.sampler = TaskSampler(train, {name: domain.weight for name, domain in self._domains.items()}, config.seed)
-        heldout = {name: start.tasks[name][SPLIT] for name in self._domains}
+        heldout = {name: tasks[name][SPLIT] for name in self._domains}
         self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks))
-        self.ledger = Ledger(Rules.of(config), start.incarnation)
-        self._inbox = Inbox(start.folder / "inbox", start.incarnation)
+        self.ledger = Ledger(Rules.of(config), incarnation)
+        self._inbox = Inbox(folder / "inbox", incarnation)
         self._changed = threading.Condition(threading.RLock())
         self._stored: dict[str, Trajectory] = {}  # delivered and not yet finished, by rollout id
         self.engines: list[EngineInfo] = []
@@ -77,7 +75,7 @@ class Control:
         self.arrivals: deque[tuple[float, int]] = deque()  # time and sampled tokens of recent deliveries
         self.wait_name, self.wait_since, self.wait_limit = "", 0.0, 0.0
         self._stall_told, self._next_tick = 0.0, NEVER
-        self._no_more = False
+        self.no_more = False
         self._spool_of_checkpoints: deque[list[str]] = deque(maxlen=config.checkpoint.keep)
 
     # ---- the training loop -------------------------------------------------------------------------------
@@ -93,7 +91,7 @@ class Control:
         """Nothing is leased any more and everything open, but the running update, is cancelled. A state that should be
         resumed is taken before."""
         with self._changed:
-            self._no_more = True
+            self.no_more = True
             self._enter("done", *Kind)
 
     def set_engines(self, engines: list[EngineInfo]) -> None:
@@ -169,10 +167,7 @@ class Control:
     def counts(self, *kinds: Kind) -> dict[str, int]:
         """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`)."""
         with self._changed:
-            tally = self.ledger.tally(*(kinds or TRAINING))
-        named = {state.value: tally[state] for state in OUTCOMES if state is not State.EVALUATED or Kind.EVAL in kinds}
-        total = sum(tally.values())
-        return {"dispatched": total, "open": total - sum(named.values()), **named}
+            return self.ledger.counts(*(kinds or TRAINING))
 
     def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
         """Outcome -> reason -> rollouts."""
@@ -222,8 +217,7 @@ class Control:
                 except (SpoolError, ConvertError) as error:
                     self._events("spool_lost", {"rollout": rollout.id, "reason": str(error)})
                     self.ledger.lost(rollout.id)
-            counts = self.counts()
-            self._events("restored", {"update": self.ledger.update, "waiting": len(self._stored), "rollouts": counts})
+            self._events("restored", {"update": self.ledger.update, "waiting": len(self._stored), "rollouts": self.counts()})
 
     # ---- actors ------------------------------------------------------------------------------------------
 
@@ -243,7 +237,7 @@ class Control:
                 chosen += self._lease_training(actor_id, capacity - len(chosen), Kind.RL, now)
             busy = self.phase in ("warm", "rl") or self.evaluation.open
             retry = 0.0 if len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
-            return Leased([self._assignment(rollout) for rollout in chosen], retry, self._no_more)
+            return Leased([self._assignment(rollout) for rollout in chosen], retry, self.no_more)
 
     def renew(self, actor_id: str, running: list[Key], waits: list[dict[str, Any]], metrics: dict[str, float]) -> list[Key]:
         """Extend leases; returns the rollouts that the actor must stop."""
@@ -253,10 +247,6 @@ class Control:
             stop = self.ledger.renew(actor_id, running, now)
             self._tick()
             return stop
-
-    @property
-    def no_more(self) -> bool:
-        return self._no_more
 
     def standing(self, incarnation: int, key: Key) -> Answer:
         """Whether a delivery of `key` is EXPECTED, and the answer when it is not."""
@@ -290,11 +280,12 @@ class Control:
                 check_assignment(trajectory, group, rollout)
             except RecordError as error:
                 self._inbox.quarantine(data)
-                detail = {"rollout": rollout.id, "attempt": rollout.attempt, "actor": rollout.actor, "rule": error.rule}
-                self._events("refused", detail | {"detail": error.detail})
-                self._fail(rollout, f"refused:{error.rule}")
+                self._fail(rollout, f"refused:{error.rule}", error.detail)
                 return self._answer("REFUSED", f"{error.rule}: {error.detail}")
-            if reason := failure(trajectory) or self._wrong_version(trajectory, group):
+            reason = failure(trajectory)
+            if group.kind is Kind.EVAL and not reason and versions_of(trajectory) != (self.evaluation.version,):
+                reason = "other_version"
+            if reason:
                 self._fail(rollout, reason)
             else:
                 self._store(trajectory, group, rollout, data)
@@ -316,22 +307,16 @@ class Control:
         if group.closed:
             self._changed.notify_all()
 
-    def _fail(self, rollout: Rollout, reason: str) -> None:
-        detail = {"rollout": rollout.id, "attempt": rollout.attempt, "actor": rollout.actor, "reason": reason}
+    def _fail(self, rollout: Rollout, reason: str, detail: str = "") -> None:
+        event = {"rollout": rollout.id, "attempt": rollout.attempt, "actor": rollout.actor, "reason": reason, "detail": detail}
         self.ledger.failed(rollout.id, reason)
-        self._events("rollout_failed", detail | {"again": rollout.state is State.PENDING})
+        self._events("rollout_failed", event | {"again": rollout.state is State.PENDING})
         self._given_up(rollout)
 
     def _given_up(self, rollout: Rollout) -> None:
-        """Tell whoever waits when the rollout will not be tried again."""
-        if rollout.state is State.FAILED:
+        if rollout.state is State.FAILED:  # else it will be tried again
             self.evaluation.given_up(rollout.id)
             self._changed.notify_all()
-
-    def _wrong_version(self, trajectory: Trajectory, group: Group) -> str:
-        if group.kind is Kind.EVAL and versions_of(trajectory) != (self.evaluation.version,):
-            return "other_version"
-        return ""
 
     def _answer(self, status: str, reason: str = "") -> Answer:
         self.deliveries[status.lower()] += 1
@@ -378,7 +363,7 @@ class Control:
         if now - self._stall_told >= self.config.learner.stall_s:
             self._stall_told = now
             self._events("stall", {"wait": name, "seconds": now - self.wait_since, "why": progress.wait_sentence(self, now)})
-        if self._no_more or now >= deadline:
+        if self.no_more or now >= deadline:
             return False
         self._changed.wait(min(TICK_S, deadline - now))
         return True
@@ -412,5 +397,4 @@ class Control:
 
     def fresh_engine(self) -> bool:
         """Some engine's weights are young enough for training."""
-        known = self.ledger.versions
-        return any(e.state == "ready" and e.version in known and self.ledger.live(e.version) for e in self.engines)
+        return any(engine.state == "ready" and self.ledger.live(engine.version) for engine in self.engines)

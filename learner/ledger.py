@@ -245,6 +245,13 @@ class Ledger:
                 out[state] += count
         return out
 
+    def counts(self, *kinds: Kind) -> dict[str, int]:
+        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of `kinds`."""
+        tally = self.tally(*kinds)
+        named = {state.value: tally[state] for state in OUTCOMES if state is not State.EVALUATED or Kind.EVAL in kinds}
+        total = sum(tally.values())
+        return {"dispatched": total, "open": total - sum(named.values()), **named}
+
     def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
         """Outcome -> reason -> rollouts."""
         out: dict[str, Counter[str]] = {}
