@@ -1,0 +1,3 @@
+from scripted import option, play
+
+play(f"env-{option('--domain')}-{option('--replica')}")

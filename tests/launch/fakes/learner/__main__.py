@@ -1,0 +1,3 @@
+from scripted import play
+
+play("learner")

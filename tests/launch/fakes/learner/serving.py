@@ -1,0 +1,3 @@
+from scripted import play
+
+play("engine-0")

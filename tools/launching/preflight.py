@@ -1,0 +1,260 @@
+"""Everything that is checked and written before the first process starts.
+
+Wrong input is refused here, with one line that names the value and the fix, so that nobody waits for a process to say
+it. Then the run folder gets its config.toml, model/ and addresses.json, and the list of programs follows from them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.cli import dump_toml
+from common.config import ModelConfig, RunConfig
+from tools.launching.runs import Refusal, read_json
+from tools.launching.supervisor import Program
+
+# Below every system's range of ephemeral ports, so that no outgoing connection takes a port before its server binds it.
+PORTS = range(20_000, 32_000)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+OPTIONAL_TOKENIZER_FILES = (
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
+    """The configuration with absolute paths: each is looked up below `bases` in turn, since programs run elsewhere."""
+
+    def absolute(text: str) -> str:
+        if not text or Path(text).is_absolute():
+            return text
+        found = [base / text for base in bases if (base / text).exists()]
+        return str((found or [bases[0] / text])[0].resolve())
+
+    model = config.model.model_copy(update={"path": absolute(config.model.path), "tokenizer": absolute(config.model.tokenizer)})
+    tls = config.tls.model_copy(update={name: absolute(getattr(config.tls, name)) for name in ("cert", "key", "ca")})
+    domains = [domain.model_copy(update={"instructions": absolute(domain.instructions)}) for domain in config.domains]
+    return config.model_copy(update={"model": model, "tls": tls, "domains": domains})
+
+
+def check(config: RunConfig) -> None:
+    """Raise Refusal for the first thing that this machine cannot run."""
+    for problem in _problems(config):
+        raise Refusal(problem)
+    model_config(config.model)
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    yield from _domain_problems(config)
+    yield from _model_problems(config.model)
+    if config.engine.kind == "sglang" and importlib.util.find_spec("sglang") is None:
+        yield (
+            'engine.kind = "sglang": sglang is not installed in this Python; '
+            'pip install "polyturn[sglang]", or set --engine.kind=embedded'
+        )
+    for name in ("cert", "key", "ca"):
+        path = getattr(config.tls, name)
+        if path and not Path(path).is_file():
+            yield f"tls.{name} = {path!r}: no such file"
+    yield from _port_problems(config)
+
+
+def _domain_problems(config: RunConfig) -> Iterator[str]:
+    from envserver.domains import DomainError, check_installed
+
+    for index, domain in enumerate(config.domains):
+        try:
+            check_installed(domain.name)
+        except DomainError as error:
+            yield f"domains.{index}.name: {error}"
+        if domain.instructions and not Path(domain.instructions).is_file():
+            yield f"domains.{index}.instructions = {domain.instructions!r}: no such file"
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    folder = Path(tokenizer_folder(model))
+    key = "model.path" if model.path else "model.tokenizer"
+    if not folder.is_dir():
+        yield f"{key} = {str(folder)!r}: no such folder; name a Hugging Face directory"
+        return
+    for name in TOKENIZER_FILES:
+        if not (folder / name).is_file():
+            yield f"{key} = {str(folder)!r}: no {name} in it; name a directory with a Hugging Face tokenizer"
+    if model.path and not (folder / "config.json").is_file():
+        yield f"model.path = {model.path!r}: no config.json in it; name a Hugging Face model directory"
+    if model.path and not any(folder.glob("*.safetensors")):
+        yield f"model.path = {model.path!r}: a directory without weights (*.safetensors); leave model.path empty for random ones"
+
+
+def tokenizer_folder(model: ModelConfig) -> str:
+    return model.path or model.tokenizer
+
+
+def _port_problems(config: RunConfig) -> Iterator[str]:
+    wanted = [("learner.port", config.learner.port)] if config.learner.port else []
+    if not _free(config.host, 0):
+        yield f"host = {config.host!r} is not an address of this machine; set --host=127.0.0.1"
+    if config.engine.port:
+        wanted += [("engine.port", config.engine.port + index) for index in range(config.engine.count)]
+    for key, port in wanted:
+        if not _free(config.host, port):
+            yield f"{key}: port {port} on {config.host} is busy; stop the process that has it, or set --{key}=0 for a free one"
+
+
+def _free(host: str, port: int) -> bool:
+    with ExitStack() as held:
+        return _hold(host, port, held)
+
+
+def _hold(host: str, port: int, held: ExitStack) -> bool:
+    """Bind the port until `held` closes; False when it is taken."""
+    probe = held.enter_context(socket.socket())
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, port))
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """addresses.json: where every program of the run listens."""
+
+    learner: str
+    engines: list[dict[str, str]]
+    envs: dict[str, list[str]]
+
+    def write(self, run: Path) -> None:
+        (run / "addresses.json").write_text(
+            json.dumps({"learner": self.learner, "engines": self.engines, "envs": self.envs}, indent=2)
+        )
+
+
+def choose_addresses(config: RunConfig) -> Addresses:
+    """Fixed ports where the configuration says so, free ones elsewhere. Raises Refusal when none are free."""
+    with ExitStack() as held:  # all at once, so that no port is chosen twice
+
+        def port() -> int:
+            for candidate in random.SystemRandom().choices(PORTS, k=200):
+                if _hold(config.host, candidate, held):
+                    return candidate
+            raise Refusal(f"no free port on {config.host} between {PORTS.start} and {PORTS.stop}")
+
+        engines = [config.engine.port + index if config.engine.port else port() for index in range(config.engine.count)]
+        return Addresses(
+            learner=f"{config.host}:{config.learner.port or port()}",
+            engines=[
+                {"name": f"engine-{index}", "url": f"http://{config.host}:{number}", "pool": "main"}
+                for index, number in enumerate(engines)
+            ],
+            envs={domain.name: [f"{config.host}:{port()}" for _ in range(domain.replicas)] for domain in config.domains},
+        )
+
+
+def model_config(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of engines and learner: that of `model.path`, or one made of the configuration's sizes.
+
+    Raises Refusal when the model cannot be described.
+    """
+    from learner.model.spec import ModelError, ModelSpec, read_config, spec_from_config
+
+    folder = Path(tokenizer_folder(model))
+    try:
+        if model.path:
+            config = read_config(folder)
+            ModelSpec.from_hf(config)
+            return config
+        ids = token_ids(read_json(folder / "tokenizer.json"))
+        if not ids:
+            raise Refusal(f"{folder / 'tokenizer.json'}: no vocabulary in it; write it with `Tokenizer.save`")
+        end = end_token(read_json(folder / "tokenizer_config.json"))
+        if end not in ids:
+            raise Refusal(f"{folder / 'tokenizer_config.json'}: eos_token {end!r} is not in the vocabulary of tokenizer.json")
+        return spec_from_config(model, max(ids.values()) + 1).to_hf(eos_id=ids[end], dtype=model.dtype)
+    except ModelError as error:
+        raise Refusal(str(error)) from error
+
+
+def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Token -> id of a tokenizer.json: the model's vocabulary (a table, or Unigram's list) and the added tokens."""
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):
+        vocabulary = {token: index for index, (token, _score) in enumerate(vocabulary)}
+    return {**vocabulary, **{entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}}
+
+
+def end_token(tokenizer_config: dict[str, Any]) -> str:
+    """`eos_token`, which Hugging Face writes as a string or as a table."""
+    end = tokenizer_config.get("eos_token", "")
+    return end.get("content", "") if isinstance(end, dict) else str(end)
+
+
+def write_folder(config: RunConfig, run: Path) -> Addresses:
+    """config.toml, model/ and addresses.json. Ports are chosen anew each time: those of an earlier start may be taken.
+
+    model/ is the configuration and the tokenizer, for engines and actors; weights come from the learner.
+    """
+    (run / "config.toml").write_text(dump_toml(config))
+    source, folder = Path(tokenizer_folder(config.model)), run / "model"
+    folder.mkdir(exist_ok=True)
+    for name in (*TOKENIZER_FILES, *OPTIONAL_TOKENIZER_FILES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    (folder / "config.json").write_text(json.dumps(model_config(config.model), indent=2))
+    addresses = choose_addresses(config)
+    addresses.write(run)
+    return addresses
+
+
+def programs(config: RunConfig, run: Path, addresses: Addresses, learner_arguments: list[str]) -> list[Program]:
+    """Every process of the run, with its command line."""
+    python, folder = sys.executable, str(run)
+    out = [
+        Program(
+            f"env-{domain.name}-{index}",
+            "env",
+            (python, "-m", "envserver", "--run", folder, "--domain", domain.name, "--replica", str(index)),
+        )
+        for domain in config.domains
+        for index in range(domain.replicas)
+    ]
+    out += [Program(engine["name"], "engine", _engine_command(config, run, engine["url"])) for engine in addresses.engines]
+    out.append(Program("learner", "learner", (python, "-m", "learner", "--run", folder, *learner_arguments)))
+    out += [
+        Program(f"actor-{index}", "actor", (python, "-m", "actors", "--run", folder, "--index", str(index)))
+        for index in range(config.actors.count)
+    ]
+    return out
+
+
+def _engine_command(config: RunConfig, run: Path, url: str) -> tuple[str, ...]:
+    """Engines start with random weights: version 0, which no rollout uses; the learner publishes version 1."""
+    engine, (host, port) = config.engine, url.removeprefix("http://").rsplit(":", 1)
+    common = ("--model-path", str(run / "model"), "--load-format", "dummy", "--host", host, "--port", port)
+    if engine.kind == "sglang":
+        length = ("--context-length", str(engine.max_length), "--max-running-requests", str(engine.slots))
+        return (sys.executable, "-m", "sglang.launch_server", *common, "--skip-tokenizer-init", *length, *engine.args)
+    sizes = {
+        "--slots": engine.slots,
+        "--max-length": engine.max_length,
+        "--decode-chunk": engine.decode_chunk,
+        "--prefill-chunk": engine.prefill_chunk,
+        "--prefill-slots": engine.prefill_slots,
+        "--widths": ",".join(map(str, engine.widths)),
+        "--dtype": config.model.dtype,
+    }
+    return (sys.executable, "-m", "learner.serving", *common, *(text for pair in sizes.items() for text in map(str, pair)))

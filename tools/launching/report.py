@@ -1,0 +1,130 @@
+"""The learner's status report as text. Pure functions; a field that is missing or odd is left out, never an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Report = dict[str, Any]
+OUTCOMES = ("dispatched", "open", "trained", "filtered", "stale", "failed", "cancelled")
+
+
+def table(report: Report, key: str) -> dict[str, Any]:
+    value = report.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def rows(report: Report, key: str) -> list[dict[str, Any]]:
+    value = report.get(key)
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def number(value: Any, digits: int = 0) -> str:
+    """With thousands separators; "?" for what is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        return "?"
+    return f"{value:,.{digits}f}"
+
+
+def progress(report: Report) -> str:
+    return f"update {number(report.get('update'))}/{number(report.get('updates'))}"
+
+
+def success(report: Report) -> str:
+    return ", ".join(f"{domain} {number(value, 3)}" for domain, value in table(report, "success").items())
+
+
+def lag(report: Report) -> str:
+    values = table(report, "lag")
+    return f"lag {number(values.get('mean'), 2)} mean, {number(values.get('max'))} max" if values else ""
+
+
+def outcomes(report: Report) -> str:
+    counts = table(report, "rollouts")
+    return ", ".join(f"{number(counts[name])} {name}" for name in OUTCOMES if name in counts)
+
+
+def waits(report: Report, most: int = 6) -> list[str]:
+    """What each process waits for, the longest wait first."""
+
+    def seconds(row: dict[str, Any]) -> float:
+        value = row.get("seconds")
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    longest = sorted(rows(report, "waits"), key=seconds, reverse=True)[:most]
+    return [
+        f"{row.get('owner', '?')} waits for {row.get('on') or row.get('name', '?')}"
+        f" for {number(row.get('seconds'), 1)} s of {number(row.get('deadline'), 0)} s"
+        for row in longest
+    ]
+
+
+def engines(report: Report) -> list[str]:
+    return [
+        f"{row.get('name', '?')} {row.get('state', '?')}, version {number(row.get('version'))}"
+        + (f" ({row['reason']})" if row.get("reason") else "")
+        for row in rows(report, "engines")
+    ]
+
+
+def actors(report: Report) -> list[str]:
+    return [
+        f"{row.get('id', '?')} runs {number(row.get('running'))} rollouts, heard {number(row.get('age_s'), 1)} s ago"
+        for row in rows(report, "actors")
+    ]
+
+
+def evaluation(row: dict[str, Any]) -> str:
+    """One entry of `evals`; `ci95` may be an interval or a half-width."""
+    interval = row.get("ci95")
+    if isinstance(interval, list) and len(interval) == 2:
+        bounds = f" [{number(interval[0], 3)}, {number(interval[1], 3)}]"
+    else:
+        bounds = f" ± {number(interval, 3)}" if isinstance(interval, int | float) else ""
+    return (
+        f"eval {row.get('phase', '?')}: {row.get('domain', '?')} {number(row.get('success'), 3)}{bounds}"
+        f" {row.get('mode', '')}, n {number(row.get('n'))}, version {number(row.get('version'))}"
+    )
+
+
+def line(report: Report) -> str:
+    """One line for a log: where the run is."""
+    parts = [f"{progress(report)} {report.get('phase', '?')}", success(report), lag(report)]
+    if "tokens_per_s" in report:
+        parts.append(f"{number(report['tokens_per_s'])} tokens/s")
+    parts.append(outcomes(report))
+    return " · ".join(part for part in parts if part)
+
+
+def sentences(report: Report) -> list[str]:
+    """The whole report, for `status`."""
+    said = report.get("sentence")
+    lines = [str(said)] if said else []
+    lines.append(f"Phase {report.get('phase', '?')}, {progress(report)}.")
+    if table(report, "success"):
+        lines.append(f"Success in training: {success(report)}.")
+    if lag(report):
+        lines.append(f"Off-policy: {lag(report)} (updates).")
+    if "tokens_per_s" in report:
+        lines.append(f"Speed: {number(report['tokens_per_s'])} sampled tokens/s.")
+    if outcomes(report):
+        lines.append(f"Rollouts: {outcomes(report)}.")
+    for title, entries in (("Engines", engines(report)), ("Actors", actors(report)), ("Waits", waits(report, 20))):
+        if entries:
+            lines.append(f"{title}: {'; '.join(entries)}.")
+    return lines + [f"{evaluation(row)}." for row in rows(report, "evals")]
+
+
+def summary(values: dict[str, Any], restarts: dict[str, int]) -> list[str]:
+    """summary.json as an aligned table."""
+    tokens = table(values, "tokens")
+    cells = [
+        ("updates", number(values.get("updates"))),
+        ("wall clock", f"{number(values.get('wall_seconds'), 1)} s"),
+        ("rollouts", outcomes(values)),
+        ("tokens", f"{number(tokens.get('sampled'))} sampled, {number(tokens.get('trained'))} trained"),
+        ("off-policy", lag(values)),
+        ("recompilations", number(values.get("recompilations_after_warmup"))),
+        *(("", evaluation(row)) for row in rows(values, "evals")),
+        ("restarts", ", ".join(f"{name} {count}" for name, count in restarts.items()) or "none"),
+    ]
+    return [f"  {name:<15} {text}" for name, text in cells if text]
