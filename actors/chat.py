@@ -21,7 +21,7 @@ import numpy as np
 from actors.codec import END_THINK, THINK, Codec
 from common.types import ContextKind, Json, Message, Spans, ids_array, spans_of
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # around the number of a slot, in rendered templates only
+_SLOT = re.compile("\ue000([0-9]+)\ue001")  # the number of a slot, in rendered templates only
 
 
 class TemplateError(ValueError):
@@ -135,13 +135,8 @@ class Chat:
         return after
 
     def _pattern(self, rendered: str) -> _Pattern:
-        parts: list[list[int] | _Slot] = []
-        for n, piece in enumerate(re.split(f"{_OPEN}([0-9]+){_CLOSE}", rendered)):
-            if n % 2:
-                parts.append(_Slot(int(piece)))
-            elif piece:
-                parts.append(self.codec.encode_template(piece))
-        return tuple(parts)
+        parts = cut_at_slots(rendered)
+        return tuple(self.codec.encode_template(part) if isinstance(part, str) else _Slot(part) for part in parts)
 
     @staticmethod
     def _expect(pattern: _Pattern, numbers: set[int], what: str) -> None:
@@ -171,11 +166,17 @@ class Slots:
 
     @staticmethod
     def mark(number: int) -> str:
-        return f"{_OPEN}{number}{_CLOSE}"
+        return f"\ue000{number}\ue001"
 
     def take(self, text: str) -> str:
         self.texts.append(text)
         return self.mark(self._reserved + len(self.texts) - 1)
+
+
+def cut_at_slots(rendered: str) -> list[str | int]:
+    """Text, and the numbers of the slots between."""
+    parts = [int(part) if n % 2 else part for n, part in enumerate(_SLOT.split(rendered))]
+    return [part for part in parts if part != ""]
 
 
 Render = Callable[[list[dict[str, str]], list[Json], bool, Slots], str]
@@ -200,18 +201,22 @@ def compile_template(template: str) -> Render:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: ""  # a prompt must not change with the date
 
-    def render(messages: list[dict[str, str]], tools: list[Json], prompt: bool, slots: Slots) -> str:
-        def to_json(value: Json, **_: Json) -> str:
-            return slots.take(json.dumps(value, ensure_ascii=False))
+    taking: list[Slots] = []  # those of the render that runs
 
-        environment.filters["tojson"] = to_json
-        try:
-            return compiled.render(messages=messages, tools=tools or None, add_generation_prompt=prompt)
-        except JinjaError as error:
-            raise TemplateError(f"the chat template cannot show {[m['role'] for m in messages]}: {error}") from error
+    def to_json(value: Json, **_: Json) -> str:
+        return taking[-1].take(json.dumps(value, ensure_ascii=False))
 
+    environment.filters["tojson"] = to_json
     try:
         compiled = environment.from_string(template)
     except JinjaError as error:
         raise TemplateError(f"the chat template is broken: {error}") from error
+
+    def render(messages: list[dict[str, str]], tools: list[Json], prompt: bool, slots: Slots) -> str:
+        taking[:] = [slots]
+        try:
+            return compiled.render(messages=messages, tools=tools or None, add_generation_prompt=prompt)
+        except (JinjaError, TypeError) as error:
+            raise TemplateError(f"the chat template cannot show {[m['role'] for m in messages]}: {error}") from error
+
     return render

@@ -1,6 +1,6 @@
-"""Makes configs/tokenizers/tiny: a byte-level BPE of at most 2,000 entries with Qwen's control tokens and chat format.
+"""Makes configs/tokenizers/tiny: a byte-level BPE of 1,024 entries with Qwen's control tokens and chat format.
 
-    python tools/make_tokenizer.py [FOLDER]
+    python -m tools.make_tokenizer [FOLDER]
 
 Small models on a CPU pay for every token, so merges may cross spaces ("superwords"): a fixed line, such as the JSON of a
 call, becomes one token. Digits never merge, except that a lone letter keeps the digit after it: "b3" is one token, "123"
@@ -18,15 +18,20 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from common.types import Action, Json, Task, ToolCall
+from actors.chat import Slots, compile_template, cut_at_slots
+from common.types import Json, Task, ToolCall
+from envserver.domains import load_domain
+from envserver.env import Domain
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "configs" / "tokenizers" / "tiny"
-ENTRIES = 2000
+ENTRIES = 1024  # a larger table costs every sampled token of a small model, and the domains need about 900
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 UNITS = r"(?<!\p{L})\p{L}\d|\d"
-TASKS = 300  # of each domain and split
+DOMAINS = ("frozenlake", "arithmetic")
+WAYS = ("left", "down", "right", "up")
+TASKS = 300  # of each domain
 LINE_WEIGHT = 400  # a fixed line is worth that many sightings: it must become one token
 TEXT_WEIGHT = 4  # of a domain's varying text
 ENGLISH = Path(__file__).with_name("tokenizer_english.txt")
@@ -86,60 +91,54 @@ def corpus() -> Iterator[str]:
         yield from [line] * LINE_WEIGHT
     for text in domain_texts():
         yield from [text] * TEXT_WEIGHT
-    for word in re.findall(r" ?\w+| ?[^\w\s]+|\s+", ENGLISH.read_text()):  # word by word: sentences must not become tokens
-        yield word
+    yield from re.findall(r" ?\w+| ?[^\w\s]+|\s+", ENGLISH.read_text())  # word by word: sentences must not become tokens
 
 
 def fixed_lines() -> set[str]:
     """Text between control tokens that is the same in every rollout."""
-    from envserver.domains import load_domain
-
-    template = (FOLDER / "chat_template.jinja").read_text().encode().decode("unicode_escape")
-    lines = {"user\n", "assistant\n", "system\n", "\n"}
-    for literal in re.findall(r"'([^']*)'", template):
-        lines |= set(_between_control_tokens(literal))
-    for name in ("frozenlake", "arithmetic"):
-        domain = load_domain(name)
-        lines.add(domain.instructions)
-        lines |= {"\n" + json.dumps(tool, ensure_ascii=False) for tool in domain.tools}
-    lines |= {f'\n{{"name": "move", "arguments": {{"direction": "{way}"}}}}\n' for way in ("left", "down", "right", "up")}
+    lines: set[str] = set()
+    for domain in map(load_domain, DOMAINS):
+        lines |= {domain.instructions, *(json.dumps(tool, ensure_ascii=False) for tool in domain.tools)}
+        lines |= set(template_pieces(domain.tools))
+    lines |= {_call_line(ToolCall("", "move", {"direction": way})) for way in WAYS}
     return lines
+
+
+def template_pieces(tools: list[Json]) -> Iterator[str]:
+    """What the chat template writes around texts, in a dialogue with every kind of message."""
+    render = compile_template((FOLDER / "chat_template.jinja").read_text())
+    roles = ["system", "user", "assistant", "tool", "assistant", "tool", "tool", "assistant", "user", "assistant"]
+    slots = Slots(len(roles))
+    rendered = render([{"role": role, "content": slots.mark(n)} for n, role in enumerate(roles)], tools, True, slots)
+    control = "|".join(re.escape(token) for token in SPECIAL + MARKS)
+    for part in cut_at_slots(rendered):
+        if isinstance(part, str):
+            yield from filter(None, re.split(control, part))
 
 
 def domain_texts() -> Iterator[str]:
     """What the domains say about their tasks and along their reference solutions."""
-    from envserver.domains import load_domain
-
-    for name in ("frozenlake", "arithmetic"):
-        domain = load_domain(name)
+    for domain in map(load_domain, DOMAINS):
         for task in domain.tasks("train", TASKS):
             yield from _episode(domain, task)
-    for way in ("left", "down", "right", "up"):
-        for count in range(4):
-            yield f"You are at {'abcd'[count]}{count + 1}."
-            yield f"You fell into the hole at {'abcd'[count]}{count + 1}."
-        yield f"Unknown direction {way}."
+    for cell in (f"{column}{row}" for column in "abcd" for row in range(1, 5)):
+        yield f"You are at {cell}."
+        yield f"You fell into the hole at {cell}."
 
 
-def _episode(domain: Json, task: Task) -> Iterator[str]:
+def _episode(domain: Domain, task: Task) -> Iterator[str]:
     env = domain.make_env()
     try:
         yield from (message.text for message in env.reset(task).messages)
         for action in domain.reference(task):
-            yield from (f"\n{call_json(call)}\n" for call in action.tool_calls)
+            yield from map(_call_line, action.tool_calls)
             yield from (message.text for message in env.step(action).messages)
-            yield from _between_control_tokens(action.text)
     finally:
         env.close()
 
 
-def call_json(call: ToolCall) -> str:
-    return f'{{"name": "{call.name}", "arguments": {json.dumps(call.arguments, ensure_ascii=False)}}}'
-
-
-def _between_control_tokens(text: str) -> list[str]:
-    control = "|".join(re.escape(token) for token in SPECIAL + MARKS)
-    return [piece for piece in re.split(control, text) if piece]
+def _call_line(call: ToolCall) -> str:
+    return "\n" + json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) + "\n"
 
 
 def main() -> None:
