@@ -78,8 +78,11 @@ def _array_to(a: np.ndarray) -> pb.ArrayMessage:
 
 
 def _array_from(m: pb.ArrayMessage, what: str) -> np.ndarray:
-    dtype = np.dtype(m.dtype)
-    if dtype.hasobject:
+    try:
+        dtype = np.dtype(m.dtype)
+    except TypeError as error:
+        raise ConvertError(f"{what}: {error}") from error
+    if dtype.hasobject or not dtype.itemsize:
         raise ConvertError(f"{what}: dtype {m.dtype}")
     try:
         return from_bytes(m.data, dtype, what).reshape(tuple(m.shape))

@@ -34,7 +34,6 @@ POLL_S = 0.1  # an actor with free slots asks again so soon while there may be w
 IDLE_POLL_S = 0.5
 ACTOR_MEMORY_S = 60.0  # an actor silent for so long leaves the status report
 RATE_WINDOW_S = 30.0  # of tokens per second
-NEVER = float("-inf")
 
 Events = Callable[[str, dict[str, Any]], None]
 Key = tuple[str, int]  # rollout id, attempt
@@ -74,7 +73,7 @@ class Control:
         self.tokens: Counter[str] = Counter(sampled=0, trained=0)  # of RL rollouts: scored by then, and in the loss
         self.arrivals: deque[tuple[float, int]] = deque()  # time and sampled tokens of recent deliveries
         self.wait_name, self.wait_since, self.wait_limit = "", 0.0, 0.0
-        self._stall_told, self._next_tick = 0.0, NEVER
+        self._stall_told, self._next_tick = 0.0, float("-inf")
         self.no_more = False
         self._spool_of_checkpoints: deque[list[str]] = deque(maxlen=config.checkpoint.keep)
 
@@ -207,8 +206,7 @@ class Control:
             self._spool_of_checkpoints.append(state["spool"])
             for domain in self.sampler.restore(state["sampler"]):
                 self._events(
-                    "tasks_changed",
-                    {"domain": domain, "warning": "its train tasks differ from the checkpoint's: the order starts anew"},
+                    "tasks_changed", {"domain": domain, "warning": "not the checkpoint's tasks: their order starts anew"}
                 )
             delivered = [r for r in self.ledger.rollouts(*TRAINING) if r.state in (State.WAITING, State.STALE)]
             for rollout in delivered:
@@ -252,9 +250,7 @@ class Control:
         """Whether a delivery of `key` is EXPECTED, and the answer when it is not."""
         with self._changed:
             if incarnation != self.incarnation:
-                return self._answer(
-                    "SUPERSEDED", f"the learner is incarnation {self.incarnation}, the rollout belongs to {incarnation}"
-                )
+                return self._answer("SUPERSEDED", f"leased by incarnation {incarnation}, this is {self.incarnation}")
             standing = self.ledger.standing(*key)
             if standing is Standing.EXPECTED:
                 return EXPECTED

@@ -296,8 +296,10 @@ class Ledger:
         self.cancel(Kind.EVAL)
 
     def lost(self, rollout_id: str) -> None:
-        """The bytes of a delivered rollout are gone: it is issued again."""
-        self._reissue(self._rollouts[rollout_id])
+        """The bytes of a delivered rollout are gone: it is issued again, unless it was stale already."""
+        rollout = self._rollouts[rollout_id]
+        if rollout.state is State.WAITING:
+            self._reissue(rollout)
 
     # ---- the transitions that everything above shares ----------------------------------------------------
 
