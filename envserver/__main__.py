@@ -1,0 +1,83 @@
+"""`python -m envserver --run RUN --domain NAME --replica I`: serve one replica of one domain of a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from common import cli, wire
+from common.config import DomainConfig, RunConfig
+from envserver.admission import build_catalog
+from envserver.domains import load_domain
+from envserver.env import Domain, DomainError
+from envserver.server import EnvServer, Settings
+
+log = logging.getLogger("envserver")
+
+
+def read_address(run: Path, name: str, replica: int) -> str:
+    """The address of a replica, from the run's addresses.json. Raises DomainError."""
+    path = run / "addresses.json"
+    try:
+        addresses = json.loads(path.read_text())["envs"][name]
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        message = f"{path}: no addresses for domain {name!r} ({type(error).__name__}: {error}); start runs with tools/launch.py"
+        raise DomainError(message) from error
+    if not 0 <= replica < len(addresses):
+        raise DomainError(f"replica {replica} of domain {name!r}: {path} has {len(addresses)} of them, counted from 0")
+    return addresses[replica]
+
+
+def domain_config(config: RunConfig, name: str) -> DomainConfig:
+    for domain in config.domains:
+        if domain.name == name:
+            return domain
+    raise DomainError(f"domain {name!r} is not in this run's config; it has: {', '.join(d.name for d in config.domains)}")
+
+
+async def serve(domain: Domain, config: DomainConfig, settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    sizes = {"train": config.train_tasks, "heldout": config.heldout_tasks}
+    server = EnvServer(domain, build_catalog(domain, sizes, config.admission), settings)
+    await server.start()
+    log.info("serving %s on port %d: %d sessions, leases of %.0f s", config.name, server.port, config.capacity, config.lease_s)
+    await stop.wait()
+    log.info("draining: %d sessions are open", len(server.sessions))
+    await server.drain()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m envserver", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder, with config.toml and addresses.json")
+    parser.add_argument("--domain", required=True, help="name of one of the run's [[domains]]")
+    parser.add_argument("--replica", type=int, default=0, help="which of the domain's addresses to bind")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        run = cli.load(arguments.run / "config.toml")
+        config = domain_config(run, arguments.domain)
+        settings = Settings(
+            address=read_address(arguments.run, config.name, arguments.replica),
+            capacity=config.capacity,
+            threads=config.threads,
+            lease_s=config.lease_s,
+            tls=wire.Tls(run.tls.cert, run.tls.key, run.tls.ca),
+        )
+        domain = load_domain(config.name, config.options, config.instructions)
+        asyncio.run(serve(domain, config, settings))
+    except (cli.ConfigError, DomainError, wire.PortBusy) as error:
+        print("polyturn: error: " + " | ".join(str(error).splitlines()), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What an environment is, and what a domain brings.
+
+An `Env` is one live episode: single-use, text and tool calls only, never tokens. A `Domain` lists tasks, makes
+environments for them and, where it can, gives reference solutions. Most domains build their environment with
+`envserver.toolenv.ToolEnv`, from plain methods. A whole domain, in its own folder, with one line in the table of
+`envserver/domains/__init__.py`:
+
+    from envserver.env import Domain
+    from envserver.tasks import draw
+    from envserver.toolenv import ToolEnv, ToolResult, Tools
+    from common.types import Action, Task, ToolCall
+
+    class GuessEnv(ToolEnv):
+        def begin(self, task: Task) -> str:
+            self.secret, self.won = task.payload["secret"], False
+            return "I think of a number from 0 to 99."
+
+        def guess(self, number: int) -> ToolResult:
+            \"\"\"Guess the number.\"\"\"
+            self.won = number == self.secret
+            if self.won:
+                return ToolResult("Yes.", reward=1.0, done=True)
+            return ToolResult("Higher." if number < self.secret else "Lower.")
+
+        def metrics(self) -> dict[str, float]:
+            return {"success": float(self.won)}
+
+        tools = Tools(guess)
+
+    class Guess(Domain):
+        name, tools, blocking, has_reference = "guess", GuessEnv.tools.schemas, False, True
+        template = "Find the number with as few guesses as you can."
+
+        def tasks(self, split: str, n: int) -> list[Task]:
+            return draw(self.name, split, n, lambda seed: (str(seed % 100), {"secret": seed % 100}))
+
+        def make_env(self) -> GuessEnv:
+            return GuessEnv()
+
+        def reference(self, task: Task) -> list[Action]:
+            return [Action("", (ToolCall("call_0", "guess", {"number": task.payload["secret"]}),))]
+
+Answers of an environment are of three kinds. Scored: an Observation. Caused by the agent (a wrong call, a command that
+loops until its time is up): an Observation too, with a real score. Infrastructure: any exception; the server reports it
+and the rollout never gets a reward for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from common.types import Action, Json, Observation, Task
+
+SPLITS = ("train", "heldout")
+
+
+class DomainError(ValueError):
+    """A domain cannot be set up as configured; one line that names the value and the fix."""
+
+
+class TaskError(ValueError):
+    """The task does not fit the domain: the caller's mistake, found in `reset`."""
+
+
+class EnvMisuse(RuntimeError):
+    """`step` before `reset` or after the end, or a second `reset`: environments are single-use."""
+
+
+class Env(ABC):
+    """One episode. The server calls `reset` once, `step` one at a time, `close` at least once."""
+
+    @abstractmethod
+    def reset(self, task: Task) -> Observation:
+        """Start. A function of the task alone: same task, same observation. Raises TaskError."""
+
+    @abstractmethod
+    def step(self, action: Action) -> Observation:
+        """Act. What the agent does wrong is an observation; an exception means that the infrastructure failed."""
+
+    def close(self) -> None:  # noqa: B027 - most environments hold nothing
+        """Free what the episode holds. May be called twice."""
+
+
+class Options(BaseModel):
+    """Parent of a domain's options: unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Domain(ABC):
+    """A kind of environment and its tasks. Reads its options once, then never changes."""
+
+    name: ClassVar[str]
+    tools: ClassVar[list[Json]]  # OpenAI function schemas
+    template: ClassVar[str] = ""  # instructions; empty: instructions.txt in the domain's folder
+    options_model: ClassVar[type[Options]] = Options
+    has_reference: ClassVar[bool] = False
+    # Whether reset, step and close may wait or compute for long. False runs them on the server's event loop: right only
+    # for pure computation of well under a millisecond, where the hop to a thread would cost more than the work.
+    blocking: ClassVar[bool] = True
+
+    def __init__(self, options: Mapping[str, Any] | None = None, instructions: str = "") -> None:
+        """`instructions` names a file that replaces the domain's own. Raises DomainError."""
+        self.options: Any = self._checked(options or {})
+        self.instructions = self._instructions(instructions)
+
+    @abstractmethod
+    def tasks(self, split: str, n: int) -> list[Task]:
+        """The first `n` tasks of a split (fewer from a shorter file). Splits never overlap. Raises DomainError."""
+
+    @abstractmethod
+    def make_env(self) -> Env: ...
+
+    def reference(self, task: Task) -> list[Action]:
+        """Actions that score full marks, one per turn; only asked for when `has_reference`."""
+        raise NotImplementedError(f"domain {self.name} has no reference solutions")
+
+    def _checked(self, options: Mapping[str, Any]) -> Options:
+        try:
+            return self.options_model.model_validate(dict(options))
+        except ValidationError as error:
+            known = list(self.options_model.model_fields)
+            raise DomainError("; ".join(_explain(self.name, detail, known) for detail in error.errors())) from error
+
+    def _instructions(self, path: str) -> str:
+        """The template, with `$name` replaced by the option of that name."""
+        if path:
+            text = _read(path, f"domains.{self.name}.instructions")
+        else:
+            folder = Path(sys.modules[type(self).__module__].__file__ or "").parent
+            text = self.template or _read(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
+        try:
+            return string.Template(text.strip()).substitute(self.options.model_dump())
+        except (KeyError, ValueError) as error:
+            known = ", ".join(f"${name}" for name in self.options_model.model_fields) or "none"
+            where = path or "instructions.txt"
+            raise DomainError(f"{where}: bad placeholder ({error}); known: {known}; write $$ for a dollar sign") from error
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DomainError(f"{what}: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DomainError(f"{what}: {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _explain(domain: str, detail: Any, known: list[str]) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(where, known, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known) or 'none'}"
+        return f"domain {domain!r}: unknown option {where!r}; {fix}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not where:
+        return f"domain {domain!r}: {message}"
+    return f"domain {domain!r}: option {where} = {detail['input']!r}: {message}"
