@@ -268,7 +268,7 @@ def spans_of(runs: list[tuple[int, int]]) -> Spans:
 def expand_spans(spans: Spans, length: int) -> np.ndarray:
     """Kind of each token, [length] int32."""
     out = np.zeros(length, np.int32)
-    ends = np.append(spans.starts[1:], length)
+    ends = np.append(spans.starts, length)[1:]
     for start, end, kind in zip(spans.starts, ends, spans.kinds, strict=True):
         out[start:end] = kind
     return out
