@@ -54,7 +54,7 @@ def initial(config: OptimizerConfig, params: Params) -> TrainState:
 
 
 def make_apply(config: OptimizerConfig) -> Apply:
-    """`apply(state, gradient, fixed_lr) -> (state, report)`, to be jitted with state and gradient donated.
+    """`apply(state, gradient, fixed_lr) -> (state, report)`, to be jitted with the state donated.
 
     A `fixed_lr` of 0 or more is used as it is and leaves `step` alone (the supervised warm start); below 0 the schedule
     rules. The moments are shared by both, so that reinforcement learning starts with warm ones.

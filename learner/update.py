@@ -60,7 +60,7 @@ class Trainer:
         self._state = optimizer.initial(config.optimizer, network.initial(weights))
         self._policy = _Accumulator(objective.policy(network, algorithm))
         self._supervised = _Accumulator(objective.supervised(network))
-        self._apply = jax.jit(optimizer.make_apply(config.optimizer), donate_argnums=(0, 1))
+        self._apply = jax.jit(optimizer.make_apply(config.optimizer), donate_argnums=0)
         self._score_values = jax.jit(network.score_values)
         self._score_logprobs = jax.jit(network.score_logprobs)
         self._bad_updates = 0
