@@ -23,6 +23,11 @@ def to_bytes(array: np.ndarray, dtype: np.dtype) -> bytes:
     return np.ascontiguousarray(array).astype(dtype, casting="same_kind", copy=False).tobytes()
 
 
+def ids_to_bytes(ids: np.ndarray) -> bytes:
+    """Token ids as int32. Raises OverflowError when one does not fit: a wider array is never narrowed silently."""
+    return to_bytes(t.ids_array(ids), INT32)
+
+
 def from_bytes(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise ConvertError(f"{what}: {len(data)} bytes are not a whole number of {dtype.itemsize}-byte items")
@@ -45,7 +50,7 @@ def task_from(m: pb.TaskMessage) -> t.Task:
 
 
 def sampling_to(s: t.Sampling) -> pb.SamplingMessage:
-    stop_ids = to_bytes(t.ids_array(s.stop_token_ids), INT32)
+    stop_ids = ids_to_bytes(np.asarray(s.stop_token_ids, np.int64))
     return pb.SamplingMessage(
         temperature=s.temperature, max_new_tokens=s.max_new_tokens, stop=s.stop, stop_token_ids=stop_ids, seed=s.seed
     )
@@ -94,9 +99,9 @@ def _step_to(s: t.Step) -> pb.StepMessage:
     message = pb.StepMessage(
         parent=s.parent,
         prefix_len=s.prefix_len,
-        context_ids=to_bytes(s.context_ids, INT32),
+        context_ids=ids_to_bytes(s.context_ids),
         context_spans=_spans_to(s.context_spans),
-        action_ids=to_bytes(s.action_ids, INT32),
+        action_ids=ids_to_bytes(s.action_ids),
         action_logprobs=to_bytes(s.action_logprobs, FLOAT32),
         action_spans=_spans_to(s.action_spans),
         versions=[pb.VersionRunMessage(start=v.start, version=v.version, engine=v.engine, pool=v.pool) for v in s.versions],
@@ -148,7 +153,7 @@ def trajectory_to(x: t.Trajectory) -> pb.TrajectoryMessage:
         task=task_to(x.task),
         source=int(x.source),  # pyright: ignore[reportArgumentType]
         steps=[_step_to(step) for step in x.steps],
-        tail_ids=to_bytes(x.tail_ids, INT32),
+        tail_ids=ids_to_bytes(x.tail_ids),
         tail_spans=_spans_to(x.tail_spans),
         status=int(x.status),  # pyright: ignore[reportArgumentType]
         flags=x.flags,
