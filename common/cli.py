@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -122,6 +123,8 @@ def _describe(model: type[BaseModel], prefix: str, lines: list[str]) -> None:
 
 
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
     if get_args(annotation) and get_origin(annotation) is not None:
         inner = get_args(annotation)
         if all(isinstance(item, str | int) for item in inner):
@@ -140,18 +143,23 @@ def dump_toml(config: RunConfig) -> str:
 
 
 def _dump(table: dict[str, Any], prefix: str, lines: list[str]) -> None:
+    """Values first, then tables and lists of tables under headers of their own: TOML's order."""
     tables = {k: v for k, v in table.items() if isinstance(v, dict)}
-    arrays = {k: v for k, v in table.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+    arrays = {k: v for k, v in table.items() if isinstance(v, list) and v and all(isinstance(item, dict) for item in v)}
     for key, value in table.items():
         if key not in tables and key not in arrays:
-            lines.append(f"{json.dumps(key) if not key.replace('_', '').isalnum() else key} = {_toml(value)}")
+            lines.append(f"{_key(key)} = {_toml(value)}")
     for key, value in tables.items():
-        lines += ["", f"[{prefix}{key}]"]
-        _dump(value, f"{prefix}{key}.", lines)
+        lines += ["", f"[{prefix}{_key(key)}]"]
+        _dump(value, f"{prefix}{_key(key)}.", lines)
     for key, entries in arrays.items():
         for entry in entries:
-            lines += ["", f"[[{prefix}{key}]]"]
-            _dump(entry, f"{prefix}{key}.", lines)
+            lines += ["", f"[[{prefix}{_key(key)}]]"]
+            _dump(entry, f"{prefix}{_key(key)}.", lines)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml(key)
 
 
 def _toml(value: Any) -> str:
@@ -159,6 +167,8 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return repr(value)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL, TOML escapes it
+    return str(value)  # numbers, dates and times

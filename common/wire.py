@@ -165,8 +165,8 @@ class Assembler:
             raise ValueError(f"more than the announced {chunk.total_bytes} bytes")
         if chunk.index < chunk.count - 1:
             return None
-        if len(self._parts) != chunk.count:
-            raise ValueError(f"{len(self._parts)} of {chunk.count} chunks arrived")
+        if self._parts.keys() != set(range(chunk.count)):
+            raise ValueError(f"only chunks {sorted(self._parts)} of {chunk.count} arrived")
         data = b"".join(self._parts[i] for i in range(chunk.count))
         if len(data) != chunk.total_bytes or zlib.crc32(data) != chunk.crc32:
             raise ValueError("checksum of the whole does not fit")

@@ -1,6 +1,7 @@
 """The record: round trips through the wire form, each rule of the validator, segments."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -334,7 +335,7 @@ def test_spans_are_the_shortest_runs(runs):
     kinds = [int(kind) for length, kind in runs for _ in range(length)]
     made = spans_of([(length, int(kind)) for length, kind in runs])
     assert expand_spans(made, len(kinds)).tolist() == kinds
-    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(kinds))
     assert len(made.starts) == (changes + 1 if kinds else 0)
 
 

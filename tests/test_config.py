@@ -1,0 +1,128 @@
+"""Configuration: typos are refused with the field and the fix, what is written reads back, committed files load."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.cli import ConfigError, dump_toml, help_text, load
+from common.config import DomainConfig, RunConfig
+
+REPOSITORY = Path(__file__).parents[1]
+MINIMAL = '[[domains]]\nname = "frozenlake"\n'
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("configs/*.toml")), ids=lambda path: path.name)
+def test_committed_configurations_load_and_read_back(path, tmp_path):
+    config = load(path)
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert load(tmp_path / "config.toml") == config
+
+
+TYPOS = {
+    "a key at the top": ('nmae = "x"\n' + MINIMAL, [], "unknown key nmae; did you mean 'name'?"),
+    "a key in a table": (MINIMAL + "[optimizer]\nlrr = 1", [], "unknown key optimizer.lrr; did you mean 'lr'?"),
+    "a key in a list of tables": (MINIMAL + "capasity = 3", [], "unknown key domains.0.capasity; did you mean 'capacity'?"),
+    "a key like no other": (MINIMAL + "[tls]\nzzz = 1", [], "unknown key tls.zzz; known keys here: ca, cert, key"),
+    "a type": (MINIMAL + '[engine]\nslots = "many"', [], "engine.slots = 'many': Input should be a valid integer"),
+    "a value out of range": (MINIMAL + "[actors]\ncount = 0", [], "actors.count = 0: Input should be greater than or equal to 1"),
+    "a number that is none": (MINIMAL + "[optimizer]\nlr = nan", [], "optimizer.lr = nan: Input should be a finite number"),
+    "a choice": (MINIMAL, ["--algorithm.name=gpro"], "algorithm.name = 'gpro': Input should be 'grpo' or 'ppo'"),
+    "an override without =": (MINIMAL, ["--seed"], "override '--seed': write --table.key=value"),
+    "an override without dashes": (MINIMAL, ["seed=3"], "override 'seed=3': write --table.key=value"),
+    "an index too high": (MINIMAL, ["--domains.1.capacity=8"], "'1' is not an index into a list of 1 entries"),
+    "an index that is a name": (MINIMAL, ["--domains.frozenlake.capacity=8"], "'frozenlake' is not an index"),
+    "a key below a value": ("seed = 3\n" + MINIMAL, ["--seed.x=8"], "override '--seed.x=8': seed is a value, not a table"),
+    "a list's entry": (MINIMAL, ["--domains.0=8"], "name a key of the list's entry, for instance --domains.0.0=..."),
+    "no domains": ("seed = 3", [], "domains is missing; add it"),
+    "TOML": ("name = [", [], "not TOML"),
+    "a combination: GRPO with a critic": (MINIMAL, ["--algorithm.critic=shared"], 'GRPO has no critic: set critic = "none"'),
+    "a combination: PPO without one": (MINIMAL, ["--algorithm.name=ppo"], 'set algorithm.critic to "shared" or "separate"'),
+    "a combination: a group of one": (MINIMAL, ["--algorithm.group_size=1"], "a group of one has no baseline"),
+    "a combination: heads": (MINIMAL, ["--model.num_kv_heads=3"], "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
+    "a combination: widths": (MINIMAL, ["--engine.widths=[320,128]"], "engine.widths [320, 128] must rise"),
+    "a combination: length": (MINIMAL, ["--domains.0.limits.max_tokens=321"], "max_tokens 321 exceeds engine.max_length 320"),
+    "a combination: evaluation": (MINIMAL, ["--eval.tasks=129"], "eval.tasks 129 exceeds domains.frozenlake.heldout_tasks 128"),
+    "a combination: half of TLS": (MINIMAL, ["--tls.cert=x"], "tls needs cert, key and ca together"),
+    "a combination: schedule": (MINIMAL, ["--optimizer.schedule=cosine"], "decay_steps 0 must exceed optimizer.warmup 0"),
+    "a name twice": (MINIMAL + MINIMAL, [], "a name stands twice"),
+    "a name that is no folder": (MINIMAL, ["--name=../x"], "name = '../x': String should match pattern"),
+}
+
+
+@pytest.mark.parametrize("what", TYPOS)
+def test_a_typo_is_refused_with_field_and_fix(what, tmp_path):
+    text, overrides, words = TYPOS[what]
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load(path, overrides)
+    assert words in str(refused.value)
+
+
+def test_every_mistake_is_named_at_once(minimal):
+    with pytest.raises(ConfigError) as refused:
+        load(minimal, ["--optimizer.lrr=1", "--engine.slots=0"])
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_a_missing_file_and_a_folder_are_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="no such file; committed configurations are in configs/"):
+        load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="is a folder; name a TOML file"):
+        load(tmp_path)
+
+
+def test_overrides_reach_every_kind_of_place(minimal):
+    overrides = ["--optimizer.lr=1e-3", "--domains.0.options.size=5", "--name=other", "--engine.widths=[64,320]"]
+    config = load(minimal, [*overrides, "--eval.init=false", "--domains.0.options.kind=wide", "--seed=9"])
+    assert (config.optimizer.lr, config.name, config.seed, config.eval.init) == (1e-3, "other", 9, False)
+    assert config.engine.widths == [64, 320]
+    assert config.domains[0].options == {"size": 5, "kind": "wide"}
+
+
+def test_help_names_every_key():
+    text = help_text()
+    assert '--algorithm.name=<grpo|ppo>  (default "grpo")' in text
+    assert "--domains.0.limits.max_turns=<int>  (default 10)" in text
+    assert "--domains.0.name=<str>  (required)" in text
+    assert "--engine.widths=<list of int>" in text
+
+
+scalars = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=8)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), values, max_size=4), st.text(max_size=8))
+def test_what_is_written_reads_back(tmp_path_factory, options, instructions):
+    domain = DomainConfig(name="frozenlake", options=options, instructions=instructions)
+    config = RunConfig(domains=[domain, DomainConfig(name="arithmetic")])
+    path = tmp_path_factory.getbasetemp() / "again.toml"
+    path.write_text(dump_toml(config))
+    assert load(path) == config
+
+
+def test_infinity_is_no_setting(minimal):
+    with pytest.raises(ConfigError, match="finite"):
+        load(minimal, ["--optimizer.clip_norm=inf"])
+
+
+def test_common_imports_no_framework():
+    program = (
+        "import sys, common.cli, common.validate, common.convert, common.seeds;"
+        "print(sorted({'jax', 'transformers', 'tokenizers', 'grpc', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
