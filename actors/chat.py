@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.codec import END_THINK, THINK, Codec
+from actors.codec import END_THINK, THINK, Codec, decode
 from common.types import ContextKind, Json, Message, Spans, ids_array, spans_of
 
 _SLOT = re.compile("\ue000([0-9]+)\ue001")  # the number of a slot, in rendered templates only
@@ -65,11 +65,10 @@ class Chat:
         self._opening = functools.lru_cache(256)(self._learn_opening)
         self._bridge = functools.lru_cache(256)(self._learn_bridge)
         self._check()
-        prompt = self._bridge((), True)[-1]
-        think, close = codec.control.get(THINK, -1), codec.control.get(END_THINK, -1)
         # A generation prompt may open the reasoning for the policy; then a turn begins inside it.
-        marks = [i for i in prompt if i in (think, close)] if isinstance(prompt, list) else []
-        self.opens_reasoning = bool(marks) and marks[-1] == think
+        prompt = self._bridge((), True)[-1]
+        shown = decode(codec, prompt) if isinstance(prompt, list) else ""
+        self.opens_reasoning = shown.rfind(THINK) > shown.rfind(END_THINK)
 
     def opening(self, instructions: str, tools_json: str, messages: Sequence[Message]) -> Context:
         """The first prompt: instructions, tools and the task's messages, up to the generation prompt."""

@@ -174,7 +174,10 @@ values = st.recursive(
 
 
 @settings(max_examples=150)
-@given(st.text("ab <>{}", max_size=10).map(str.strip), st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3))
+@given(
+    st.text("ab <>{}", max_size=10).map(str.strip),
+    st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3),
+)
 def test_an_encoded_action_parses_back(text: str, made: list[tuple[str, dict]]) -> None:
     action = Action(text, tuple(ToolCall(f"call-0-{n}", name, arguments) for n, (name, arguments) in enumerate(made)))
     for codec, end in ((REAL, REAL.control["<|im_end|>"]), (TEXT_MARKS, 2)):

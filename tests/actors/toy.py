@@ -27,7 +27,11 @@ TEXT = {
     14: "tool",
     15: " ",
 }
-BYTES = {i: text.encode() for i, text in TEXT.items()} | {20: b"\xf0\x9f", 21: b"\x99\x82"} | {100 + b: bytes([b]) for b in range(256)}
+BYTES = (
+    {i: text.encode() for i, text in TEXT.items()}
+    | {20: b"\xf0\x9f", 21: b"\x99\x82"}
+    | {100 + b: bytes([b]) for b in range(256)}
+)
 VOCABULARY = Vocabulary(rows=384, sampleable=356)
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"

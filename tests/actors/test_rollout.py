@@ -1,0 +1,411 @@
+"""Whole rollouts over real connections: an env server, inference engines, and the record that comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.chat import EMPTY
+from actors.codec import decode_bytes
+from actors.envs import Envs
+from actors.rollout import Parts, Sampled, Tape, Wait, run_rollout
+from actors.toolcalls import TurnParser
+from common.convert import trajectory_bytes, trajectory_parse
+from common.record import full_prompt, segments
+from common.seeds import derive_seed, turn_seed
+from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Source, Status, Trajectory, VersionRun
+from common.validate import RecordError, check
+from tests.actors.servers import ScriptedDomain, assignment, env_server, eventually, ready, toy_parts, turns
+from tests.actors.toy import OPENS_THINKING, VOCABULARY, Toy, toy_chat
+from tests.fakes import DROP, HANG, Answer, FakeEngine
+
+
+async def play(work, engine: FakeEngine, chat=None, domain: ScriptedDomain | None = None) -> Trajectory:
+    async with env_server(domain or ScriptedDomain()) as server:
+        table = ready(engine)
+        async with toy_parts([f"127.0.0.1:{server.port}"], table, chat) as parts:
+            return await run_rollout(work, parts, Wait())
+
+
+def prompts(engine: FakeEngine) -> list[list[int]]:
+    return [body["input_ids"] for path, body in engine.calls if path == "/generate"]
+
+
+async def test_001_sampled_ids_are_never_rebuilt_from_text() -> None:
+    with FakeEngine(reply=turns([5, 6, 2], [5, 2])) as engine:
+        record = await play(assignment(["he", "done"]), engine)
+    first, second = prompts(engine)
+    # system "hello" (the instructions) and user "he" (the task), then the sampled 5, 6 ("hello") as they were sampled
+    opening = [1, *[100 + b for b in b"system"], 4, 7, 2, 4, 1, 12, 4, 5, 2, 4, 1, 13, 4]
+    assert first == opening
+    assert second == [*opening, 5, 6, 2, 4, 1, 14, 4, 5, 2, 4, 1, 13, 4]
+    assert segments(record)[0].ids.tolist()[: len(second) + 2] == [*second, 5, 2]
+    assert [step.action_ids.tolist() for step in record.steps] == [[5, 6, 2], [5, 2]]
+    assert record.status == Status.TERMINATED
+    assert record.total_reward == record.steps[-1].reward == 1.0
+    assert record.tail_ids.tolist() == [4, 1, 14, 4, *[100 + b for b in b"done"], 2, 4]
+    assert record.steps[0].state_key == b"s1"
+    assert record.metrics["success"] == 1.0
+    assert record.steps[0].versions == (VersionRun(0, 1, "engine-0", "main"),)
+
+
+async def test_017_the_prompt_of_turn_3_is_the_record_before_it() -> None:
+    call = [10, *[100 + b for b in b'{"name":"f"}'], 11, 2]
+    with FakeEngine(reply=turns(call, call, [7, 2])) as engine:
+        record = await play(assignment(["a", "b", "c"]), engine)
+    (row,) = segments(record)
+    for index, prompt in enumerate(prompts(engine)):
+        start = int(np.argmax(row.step_of == index))
+        assert row.ids[:start].tolist() == prompt == full_prompt(record, index).tolist()
+    assert [kind for kind in row.kinds.tolist() if kind == ContextKind.OBSERVATION] == [ContextKind.OBSERVATION] * 3
+
+
+async def test_010_every_trained_token_has_the_engines_logprob() -> None:
+    """An end token that the bridge writes after another stop is context."""
+    with FakeEngine(reply=turns([5, 6], [7, 2])) as engine:  # the first turn stops on 6, not on the end token
+        record = await play(assignment(["he", "done"]), engine)
+    (row,) = segments(record)
+    assert record.steps[1].context_ids.tolist() == [2, 4, 1, 14, 4, 5, 2, 4, 1, 13, 4]
+    assert row.mask.sum() == 4
+    assert (row.logprobs[row.mask] == np.float32(-0.5)).all()
+    assert row.ids[row.mask].tolist() == [5, 6, 7, 2]
+
+
+async def test_008_token_values_decide_nothing() -> None:
+    with FakeEngine(reply=lambda prompt, sampling: [2, 5, 2]) as engine:
+        engine.script("/generate", Answer(200, answer([2, 5, 2], "stop")))
+        record = await play(assignment(["done"]), engine)
+    assert record.steps[0].action_ids.tolist() == [2, 5, 2]
+    assert segments(record)[0].mask.sum() == 3
+
+
+def answer(ids: list[int], finish: str, **meta) -> dict:
+    base = {
+        "finish_reason": {"type": finish},
+        "output_token_logprobs": [[-0.5, i, None] for i in ids],
+        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
+    }
+    return {"output_ids": ids, "meta_info": {**base, **meta}}
+
+
+async def test_006_a_turn_that_begins_inside_the_reasoning() -> None:
+    domain = ScriptedDomain()
+    with FakeEngine(reply=lambda prompt, sampling: [5, 9, 7, 2]) as engine:
+        record = await play(assignment(["done"]), engine, toy_chat(OPENS_THINKING), domain)
+    row = segments(record)[0]
+    end = len(full_prompt(record, 0)) + 4
+    assert row.ids[end - 9 : end].tolist() == [1, 13, 4, 8, 4, 5, 9, 7, 2]
+    assert row.mask[end - 9 : end].tolist() == [False] * 5 + [True] * 4
+    assert domain.actions[0].text == "hello"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("last", ["stop", "length"])
+async def test_036_the_last_finish_reason_reaches_the_record(count: int, last: str) -> None:
+    plans = [[7, 2]] * (count - 1) + [[7, 2] if last == "stop" else [7] * 16]
+    domain = ScriptedDomain()
+    with FakeEngine(reply=turns(*plans)) as engine:
+        record = await play(assignment(["he"] * count), engine, domain=domain)
+    assert len(record.steps) == count
+    assert record.steps[-1].finish == (Finish.STOP if last == "stop" else Finish.LENGTH)
+    assert (record.status == Status.TRUNCATED) == (last == "length")
+    assert record.flags == (() if last == "stop" else ("length",))
+    assert len(domain.actions) == count - (last == "length")
+
+
+async def test_026_nothing_of_a_cut_turn_reaches_the_environment() -> None:
+    cut = [10, *[100 + b for b in b"{}"], 11, *[7] * 12]
+    domain = ScriptedDomain()
+    with FakeEngine(reply=lambda prompt, sampling: cut) as engine:
+        record = await play(assignment(["done"]), engine, domain=domain)
+    assert (record.status, record.flags, len(record.steps)) == (Status.TRUNCATED, ("length",), 1)
+    assert domain.actions == []
+    assert len(prompts(engine)) == 1
+
+
+async def test_turn_limit() -> None:
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(assignment(["he"] * 5, Limits(2, 300, 20.0)), engine)
+    assert (record.status, record.flags, len(record.steps)) == (Status.TRUNCATED, ("turn_limit",), 2)
+    assert record.tail_ids.tolist() == [4, 1, 14, 4, 5, 2, 4]
+
+
+async def test_token_limit_between_turns_cuts_the_tail_to_the_row() -> None:
+    # opening 20 + turn 2 + bridge 10 = 32: no room for a token. The tail has 7: it fits into 32, not into 26.
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(assignment(["he"] * 5, Limits(8, 32, 20.0)), engine)
+        assert len(prompts(engine)[0]) == 20
+    assert (record.status, len(record.steps)) == (Status.TRUNCATED, 1)
+    assert record.flags == ("token_limit",)
+    assert len(segments(record)[0].ids) == 29
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(assignment(["he"] * 5, Limits(8, 26, 20.0)), engine)
+    assert record.flags == ("token_limit", "tail_cut")
+    assert len(segments(record)[0].ids) == 26
+
+
+async def test_token_limit_inside_a_turn() -> None:
+    with FakeEngine(reply=lambda prompt, sampling: [7] * 50) as engine:
+        record = await play(assignment(["he"], Limits(8, 25, 20.0)), engine)
+    assert record.steps[0].action_ids.tolist() == [7] * 5
+    assert record.flags == ("length", "token_limit")
+
+
+async def test_deadline_after_a_turn_truncates_and_aborts_the_request() -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", Answer(200, answer([7, 2], "stop")), HANG)
+        record = await play(assignment(["he"] * 5, Limits(8, 300, 1.0)), engine)
+        assert [path for path, _ in engine.calls].count("/abort_request") == 1
+    assert (record.status, record.flags, len(record.steps)) == (Status.TRUNCATED, ("deadline",), 1)
+
+
+async def test_deadline_without_an_engine_is_a_failure_that_names_the_wait() -> None:
+    async with env_server(ScriptedDomain()) as server:
+        table = [EngineInfo("engine-0", "http://127.0.0.1:9", "main", 0, "starting", "loading")]
+        async with toy_parts([f"127.0.0.1:{server.port}"], table) as parts:
+            wait = Wait()
+            record = await run_rollout(assignment(["he"], Limits(8, 300, 0.3)), parts, wait)
+    assert record.status == Status.FAILED
+    assert record.flags == ("reason:deadline: engine.ready engine-0 starting version 0 loading after 0.3 s",)
+
+
+async def test_an_engine_that_dies_is_replaced_by_another() -> None:
+    with FakeEngine(reply=turns([5, 2], [6, 2])) as first, FakeEngine(reply=turns([5, 2], [6, 2])) as second:
+        first.script("/generate", DROP)
+        domain = ScriptedDomain()
+        async with env_server(domain) as server, toy_parts([f"127.0.0.1:{server.port}"], ready(first, second)) as parts:
+            record = await run_rollout(assignment(["he", "done"]), parts, Wait())
+    assert record.status == Status.TERMINATED
+    assert [step.versions[0].engine for step in record.steps] == ["engine-1", "engine-1"]  # and it stays there
+    assert record.metrics["engine_retries"] == 1
+    assert len(domain.actions) == 2
+    seeds = [body["sampling_params"]["sampling_seed"] for path, body in first.calls + second.calls if path == "/generate"]
+    assert seeds == [turn_seed(7, 0), turn_seed(7, 0), turn_seed(7, 1)]  # a try has the seed of its turn
+    rids = [body["rid"] for path, body in first.calls + second.calls if path == "/generate"]
+    assert len(set(rids)) == 3
+
+
+async def test_an_engine_that_restarts_serves_again_once_it_has_weights() -> None:
+    """A restarted engine answers with version "default": nobody's policy."""
+    with FakeEngine(reply=turns([5, 2])) as engine:
+        nobodys = answer([5, 2], "stop", weight_versions=[{"version": "default", "start": 0, "end": 2}])
+        engine.script("/generate", Answer(200, nobodys))
+        record = await play(assignment(["done"]), engine)
+    assert record.steps[0].versions == (VersionRun(0, 1, "engine-0", "main"),)
+    assert record.metrics["engine_retries"] == 1
+
+
+async def test_an_aborted_turn_goes_on_after_its_tokens() -> None:
+    with FakeEngine(reply=lambda prompt, sampling: [6, 2]) as engine:
+        engine.script("/generate", Answer(200, answer([7, 5], "abort")))
+        record = await play(assignment(["done"]), engine)
+        prompt = record.steps[0].context_ids.tolist()
+        assert [body["sampling_params"]["max_new_tokens"] for _, body in engine.calls] == [16, 14]
+    assert record.steps[0].action_ids.tolist() == [7, 5, 6, 2]
+    assert prompts(engine)[-1] == [*prompt, 7, 5]
+    assert record.steps[0].finish == Finish.STOP
+
+
+async def test_an_engine_that_refuses_fails_the_rollout_with_its_message() -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", Answer(400, {"error": {"message": "longer than the model's context length"}}))
+        record = await play(assignment(["done"]), engine)
+    assert record.status == Status.FAILED
+    assert "longer than the model's context length" in record.flags[0]
+    assert record.metrics["engine_retries"] == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None]]), "2 output_ids, but 1 token logprobs"),
+        (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None], [-0.5, 5, None]]), "or of other ids"),
+        (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None], [None, 2, None]]), "logprob None"),
+        (answer([7, 360], "stop"), "sampled id 360"),
+        (answer([7, 2], "weird"), "finish 'weird'"),
+        (answer([], "stop"), "with 0 of at most"),
+        (answer([7] * 17, "length"), "with 17 of at most 16"),
+        (answer([7, 2], "stop", weight_versions=[{"version": "1", "start": 0, "end": 1}]), "do not cover 2 tokens"),
+        (answer([7, 2], "stop", weight_versions=[{"version": "1", "start": 1, "end": 2}]), "do not cover 2 tokens"),
+        ({"text": ""}, "an answer without"),
+    ],
+)
+async def test_an_answer_that_breaks_the_record_is_not_trained(broken: dict, says: str) -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", Answer(200, broken))
+        record = await play(assignment(["done"]), engine)
+    assert record.status == Status.FAILED
+    assert says in record.flags[0]
+
+
+async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
+    with FakeEngine() as engine:
+        chat = toy_chat()
+        chat.codec.control["<|im_end|>"] = 2
+        chat.codec.encode_text = lambda text: [384]
+        record = await play(assignment(["done"]), engine, chat)
+        assert engine.calls == []
+    assert "prompt id 384 is outside 0..383" in record.flags[0]
+
+
+async def test_a_crash_of_the_environment_is_infrastructure() -> None:
+    domain = ScriptedDomain()
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(assignment(["he", "crash"]), engine, domain=domain)
+    assert record.status == Status.FAILED
+    assert record.flags[0].startswith("reason:EnvLost: Step at 127.0.0.1:")
+    assert "the disk is full" in record.flags[0]
+    assert record.total_reward == 0
+    assert "success" not in record.metrics
+    check(record, VOCABULARY)
+
+
+async def test_reference_rollouts_are_written_as_the_policy_would() -> None:
+    domain = ScriptedDomain()
+    with FakeEngine() as engine:
+        record = await play(assignment(["he", "done"], source=Source.REFERENCE, reference=2), engine, domain=domain)
+        assert engine.calls == []
+    assert record.status == Status.TERMINATED
+    written = decode_bytes(Toy(), record.steps[1].action_ids.tolist())
+    assert written == b'<tool_call>\n{"name": "go", "arguments": {"n": 1}}\n</tool_call><|im_end|>'
+    assert all(len(step.action_logprobs) == 0 and step.versions == () for step in record.steps)
+    assert [action.tool_calls[0].arguments for action in domain.actions] == [{"n": 0}, {"n": 1}]
+    assert not segments(record)[0].mask.any()
+    assert segments(record)[0].action.sum() == sum(len(step.action_ids) for step in record.steps)
+    check(record, VOCABULARY)
+
+
+async def test_a_reference_that_does_not_solve_its_task_fails() -> None:
+    with FakeEngine() as engine:
+        record = await play(assignment(["he", "done"], source=Source.REFERENCE, reference=1), engine)
+    assert record.status == Status.FAILED
+    assert "does not solve it" in record.flags[0]
+
+
+async def test_sessions_are_closed_however_a_rollout_ends() -> None:
+    domain = ScriptedDomain()
+    with FakeEngine() as engine:
+        async with env_server(domain) as server, toy_parts([f"127.0.0.1:{server.port}"], ready(engine)) as parts:
+            engine.script("/generate", HANG)
+            task = asyncio.create_task(run_rollout(assignment(["he"]), parts, Wait()))
+            await eventually(lambda: engine.calls)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert domain.closed == 1
+        assert server.sessions.idle.is_set()
+
+
+class CancellingEnvs(Envs):
+    """Raises what a library raises when its call is cancelled, at one place."""
+
+    def __init__(self, place: str, error: BaseException) -> None:
+        super().__init__({})
+        self.place, self.error = place, error
+
+    async def open(self, task, session_id, with_reference):
+        if self.place == "open":
+            raise self.error
+        raise AssertionError
+
+
+class RpcCancelled(grpc.aio.AioRpcError):
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), "channel closed")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("library"), RpcCancelled()], ids=["asyncio", "grpc"])
+async def test_076_a_cancellation_that_is_not_ours_is_a_failed_rollout(error: BaseException) -> None:
+    async with toy_parts([], []) as parts:
+        envs = CancellingEnvs("open", error)
+        record = await run_rollout(assignment(["he"]), Parts(parts.chat, parts.parser, VOCABULARY, parts.engines, envs), Wait())
+    assert record.status == Status.FAILED
+    assert "cancel" in record.flags[0].lower()
+
+
+async def test_076_an_engine_abort_is_resumed_and_bounded() -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", *[Answer(200, answer([], "abort", weight_versions=[]))] * 8)
+        record = await play(assignment(["done"]), engine)
+    assert record.status == Status.FAILED
+    assert "8 tries of one turn" in record.flags[0]
+
+
+def test_002_a_turn_with_unequal_arrays_is_refused_whole() -> None:
+    tape = Tape(assignment(["he"]))
+    turn = TurnParser(toy_chat().codec, 2).parse([5, 6, 7, 2], Finish.STOP, 0)
+    with pytest.raises(RecordError, match=r"r-1 .*4 action ids, 5 logprobs"):
+        tape.append(EMPTY, Sampled([5, 6, 7, 2], [-0.5] * 5, [], Finish.STOP), turn, {})
+    assert tape.steps == []
+    assert tape.ids == []
+
+
+async def test_014_large_ids_survive_the_record() -> None:
+    ids = [0, 65535, 65536, 151643, 151645]
+    tape = Tape(assignment(["he"]))
+    codec = toy_chat().codec
+    turn = TurnParser(codec, 2).parse([5] * 5, Finish.STOP, 0)
+    tape.append(EMPTY, Sampled(ids, [-0.5] * 5, [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    tape.end(Status.TERMINATED)
+    assert trajectory_parse(trajectory_bytes(tape._record())).steps[0].action_ids.tolist() == ids
+    with pytest.raises(OverflowError):
+        tape.append(EMPTY, Sampled([2**31], [-0.5], [], Finish.STOP), turn, {})
+
+
+def test_078_every_turn_of_every_member_has_its_own_seed() -> None:
+    """2 groups of 4 members with 2 turns: 16 seeds at each of two ordinals, whatever the actor."""
+    seeds = [
+        turn_seed(derive_seed(1, ordinal, group, member), turn)
+        for ordinal in (0, 1)
+        for group in ("a", "b")
+        for member in range(4)
+        for turn in range(2)
+    ]
+    assert len(set(seeds)) == 32
+
+
+def test_a_record_that_breaks_a_rule_is_failed_before_it_leaves() -> None:
+    tape = Tape(assignment(["he"]))
+    turn = TurnParser(toy_chat().codec, 2).parse([5, 2], Finish.STOP, 0)
+    tape.append(EMPTY, Sampled([5, 2], [-0.5, math.nan], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    tape.end(Status.TERMINATED)
+    record = tape.trajectory(VOCABULARY)
+    assert (record.status, record.steps) == (Status.FAILED, ())
+    assert record.flags[0].startswith("reason:record:parent_and_prefix") or "finite_logprobs" in record.flags[0]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 355), min_size=1, max_size=12), st.text("he<|im_end|>", max_size=12)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_001_any_sampled_ids_stand_in_the_record_as_they_were(dialogue: list[tuple[list[int], str]]) -> None:
+    """The prefix property, too: each prompt begins with the one before it and the turn sampled from it."""
+    chat, tape = toy_chat(), Tape(assignment(["he"], Limits(99, 9999, 1.0)))
+    parser = TurnParser(chat.codec, 2)
+    context, before = chat.opening("", "", [Message("user", "he")]), []
+    for index, (ids, text) in enumerate(dialogue):
+        prompt = tape.ids + context.ids.tolist()
+        assert prompt[: len(before)] == before
+        sampled = Sampled(list(ids), [-0.5] * len(ids), [VersionRun(0, 1, "e", "main")], Finish.STOP)
+        tape.append(context, sampled, parser.parse(ids, Finish.STOP, index), {})
+        before = prompt + ids
+        context = chat.bridge(ids[-1] == 2, [Message("tool", text)])
+    tape.end(Status.TRUNCATED, "turn_limit", tail=context)
+    record = tape.trajectory(VOCABULARY)
+    assert record.status == Status.TRUNCATED
+    (row,) = segments(record)
+    for index, (ids, _) in enumerate(dialogue):
+        assert row.ids[row.step_of == index].tolist() == ids
+        assert row.mask[row.step_of == index].all()
+    assert row.mask.sum() == sum(len(ids) for ids, _ in dialogue)
+    assert len(row.ids) == len(row.mask) == len(row.logprobs) == len(row.versions)
