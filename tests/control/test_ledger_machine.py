@@ -1,0 +1,222 @@
+"""The ledger under arbitrary histories: balance, capacity, lag, one place per rollout, and it always comes to an end."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.types import Task
+from learner.ledger import Ledger
+from learner.rollouts import OPEN, Kind, Rollout, Standing, State
+from tests.control.scripted import rules
+
+TASK = Task("toy", "t", 0, {})
+TRAINING = (Kind.RL, Kind.WARM)
+picks = st.integers(0, 10**6)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Keeps its own book of what was dispatched and what became of it, and compares."""
+
+    @initialize(
+        on_stale=st.sampled_from(["mask", "drop", "restart"]),
+        take=st.sampled_from(["fixed", "drain"]),
+        max_lag=st.integers(0, 2),
+        attempts=st.integers(1, 3),
+    )
+    def begin(self, on_stale, take, max_lag, attempts):
+        self.rules = rules(
+            on_stale=on_stale, take=take, max_lag=max_lag, max_attempts=attempts, updates=6, warm_updates=2, warm_rollouts=2
+        )
+        self.ledger = Ledger(self.rules, 1)
+        self.version, self.now, self.warm = 1, 0.0, True
+        self.dispatched: dict[Kind, set[str]] = {kind: set() for kind in Kind}
+        self.stored: set[tuple[str, int]] = set()  # (rollout, attempt) that was accepted with a score
+        self.trained: set[str] = set()
+        self.batch: list[str] = []
+        self.ledger.published(1, 0)
+        self.saved: tuple = ()
+
+    # ---- what actors and time do ------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 6))
+    def lease(self, count):
+        kind = Kind.WARM if self.warm else Kind.RL
+        leased = self.ledger.lease("a", count, kind, self.now)
+        while len(leased) < count and self.ledger.capacity(kind) > 0:
+            group = self.ledger.open(kind, TASK)
+            self.dispatched[kind] |= {r.id for r in group.rollouts}
+            leased += self.ledger.lease("a", count - len(leased), kind, self.now)
+        assert len({r.id for r in leased}) == len(leased) <= count
+        assert all(1 <= r.tries <= self.rules.max_attempts for r in leased)
+
+    def leased(self, pick: int) -> Rollout | None:
+        out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED]
+        return out[pick % len(out)] if out else None
+
+    @rule(pick=picks, old=st.integers(0, 3))
+    def deliver(self, pick, old):
+        rollout = self.leased(pick)
+        if rollout is None:
+            return
+        warm = self.ledger.find(rollout.id)[0].kind is Kind.WARM
+        versions = () if warm else tuple({max(1, self.version - old), self.version})
+        assert self.ledger.standing(rollout.id, rollout.attempt) is Standing.EXPECTED
+        key = (rollout.id, rollout.attempt)
+        assert key not in self.stored
+        self.stored.add(key)
+        self.ledger.delivered(rollout.id, versions, ("f", 0))
+        assert self.ledger.standing(*key) is Standing.DUPLICATE
+
+    @rule(pick=picks)
+    def deliver_again(self, pick):
+        if self.stored:
+            key = sorted(self.stored)[pick % len(self.stored)]
+            assert self.ledger.standing(*key) in (Standing.DUPLICATE, Standing.SUPERSEDED)
+
+    @rule(pick=picks)
+    def fail(self, pick):
+        rollout = self.leased(pick)
+        if rollout is not None:
+            self.ledger.failed(rollout.id, "env_lost")
+
+    @rule(pick=picks)
+    def renew(self, pick):
+        rollout = self.leased(pick)
+        if rollout is not None:
+            assert self.ledger.renew("a", [(rollout.id, rollout.attempt)], self.now) == []
+            assert self.ledger.renew("b", [(rollout.id, rollout.attempt)], self.now) == [(rollout.id, rollout.attempt)]
+
+    @rule(seconds=st.floats(0, 15))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.ledger.expire(self.now)
+
+    @rule()
+    def evaluate(self):
+        group = self.ledger.open(Kind.EVAL, TASK, "eval")
+        self.dispatched[Kind.EVAL] |= {r.id for r in group.rollouts}
+        self.ledger.lease("a", 1, Kind.EVAL, self.now)
+
+    @rule(kind=st.sampled_from(list(Kind)))
+    def cancel(self, kind):
+        self.ledger.cancel(kind)
+
+    # ---- what the training loop does -----------------------------------------------------------------------
+
+    @rule()
+    def take(self):
+        kind = Kind.WARM if self.warm else Kind.RL
+        if self.batch:
+            return
+        groups = self.ledger.take(kind)
+        assert groups == [] or len(groups) >= self.ledger.need(kind)
+        assert len(groups) <= self.ledger.need(kind) or self.rules.take == "drain"
+        assert [g.ordinal for g in groups] == sorted(g.ordinal for g in groups)
+        members = [r for g in groups for r in g.rollouts if r.state is State.TRAINING]
+        for rollout in members:
+            assert (rollout.id, rollout.answered) in self.stored
+            if kind is Kind.RL:
+                lags = [self.ledger.lag(v) for v in rollout.versions]
+                assert (min if self.rules.on_stale == "mask" else max)(lags) <= self.rules.max_lag
+        if kind is Kind.RL:
+            assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
+        self.batch = [r.id for r in members]
+
+    @rule(skip=st.booleans())
+    def finish_update(self, skip):
+        if not self.batch:
+            return
+        if skip:
+            assert self.ledger.abandon("skipped") == len(self.batch)
+        else:
+            assert self.ledger.commit() == len(self.batch)
+            assert not self.trained & set(self.batch)  # nothing is trained twice
+            self.trained |= set(self.batch)
+            if not self.warm:
+                self.version += 1
+                self.ledger.published(self.version, self.ledger.update)
+        self.ledger.purge()
+        self.batch = []
+
+    @rule()
+    def start_rl(self):
+        if not self.batch:
+            self.warm = False
+            self.ledger.cancel(Kind.WARM)
+
+    @rule()
+    def checkpoint(self):
+        if self.batch:
+            return
+        book = ({k: set(v) for k, v in self.dispatched.items()}, set(self.stored), set(self.trained), self.version, self.warm)
+        self.saved = (json.dumps(self.ledger.state()), book)
+
+    @rule()
+    def restart(self):
+        """Kill and resume: everything is as it was, but what was out is out no more."""
+        if not self.saved:
+            return
+        text, (dispatched, stored, trained, version, warm) = self.saved
+        self.ledger = Ledger(self.rules, self.ledger.incarnation + 1)
+        self.ledger.restore(json.loads(text))
+        self.dispatched = {k: set(v) for k, v in dispatched.items()}
+        self.stored, self.trained, self.version, self.warm = set(stored), set(trained), version, warm
+        self.batch = []
+        states = {r.state for r in self.ledger.rollouts(*Kind)}
+        assert not states & {State.LEASED, State.TRAINING}
+
+    # ---- what always holds ---------------------------------------------------------------------------------
+
+    @invariant()
+    def balances(self):
+        for kind in Kind:
+            counts = self.ledger.counts(kind)
+            assert counts.pop("dispatched") == len(self.dispatched[kind]) == sum(counts.values())
+        assert self.ledger.counts(*TRAINING)["trained"] == len(self.trained)
+
+    @invariant()
+    def within_capacity(self):
+        rl = [g for g in self.ledger.groups.values() if g.kind is Kind.RL]
+        left = self.rules.updates - self.ledger.update
+        assert len(rl) <= min(self.rules.max_lag + 1, left) * self.rules.groups_per_update
+        warm = [g for g in self.ledger.groups.values() if g.kind is Kind.WARM]
+        assert len(warm) <= min(2, self.rules.warm_updates - self.ledger.warm_update) * self.rules.warm_rollouts
+
+    @invariant()
+    def one_place_each(self):
+        ids = [r.id for r in self.ledger.rollouts(*Kind)]
+        assert len(ids) == len(set(ids))
+        assert not set(ids) & {i for i in self.ledger._finished if self.ledger.holds(i)}
+        assert all(any(r.state in OPEN for r in g.rollouts) for g in self.ledger.groups.values())
+        assert {r.id for r in self.ledger.rollouts(*Kind) if r.state is State.TRAINING} == set(self.batch)
+
+    def teardown(self):
+        """Liveness: from any state, cooperative actors bring the run to its last update."""
+        if not hasattr(self, "ledger"):
+            return
+        self.finish_update(False)
+        for _ in range(300):
+            if self.warm and self.ledger.warm_update == self.rules.warm_updates:
+                self.start_rl()
+            if self.ledger.update == self.rules.updates:
+                break
+            self.time_passes(20.0)
+            self.lease(100)
+            while self.leased(0):
+                self.deliver(0, 0)
+            self.take()
+            self.finish_update(False)
+        assert self.ledger.update == self.rules.updates
+        self.ledger.cancel(*Kind)
+        assert self.ledger.counts(*Kind)["open"] == 0
+        assert self.ledger.groups == {}
+
+
+LedgerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLedger = LedgerMachine.TestCase
