@@ -30,9 +30,9 @@ class Log:
 
 
 @contextmanager
-def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY):
+def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02):
     log = log or Log()
-    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=0.02, backoff_max_s=0.1)
+    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1))
     rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
     publisher = Publisher(options, rows, save, log.event, log.tables.append)
     try:
@@ -176,6 +176,20 @@ def test_a_restarted_engine_gets_the_newest_version_again(tmp_path, engine):
         assert engine.weight_version == "default"
         eventually(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the version is back")
     assert engine.posts() == SEQUENCE * 2
+
+
+def test_a_new_process_does_not_wait_for_the_back_off_of_the_old(tmp_path, engine):
+    engine.script("/update_weights_from_disk", Answer(400, {"message": "no"}))
+    with publishing(tmp_path, [engine], backoff_s=3600.0) as publisher:
+        publisher.publish(0, weights(1))
+        eventually(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
+        publisher.publish(1, weights(2))
+        with pytest.raises(PublishError, match="quarantined"):
+            publisher.wait_ready(1, 0.2)  # tried again too early otherwise
+        engine.stop()
+        eventually(lambda: state(publisher) == "starting", "it is gone")
+        engine.restart()
+        assert publisher.wait_ready(2, 20) == 2
 
 
 @pytest.mark.parametrize("path", SEQUENCE)
