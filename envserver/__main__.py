@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import cli, wire
@@ -54,12 +55,12 @@ async def serve(domain: Domain, config: DomainConfig, settings: Settings) -> Non
     await server.drain()
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m envserver", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, with config.toml and addresses.json")
     parser.add_argument("--domain", required=True, help="name of one of the run's [[domains]]")
     parser.add_argument("--replica", type=int, default=0, help="which of the domain's addresses to bind")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         run = cli.load(arguments.run / "config.toml")

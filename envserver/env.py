@@ -134,9 +134,11 @@ class Domain(ABC):
         """The template, with `$name` replaced by the option of that name."""
         if path:
             text = _read(path, f"domains.{self.name}.instructions")
+        elif self.template:
+            text = self.template
         else:
             folder = Path(sys.modules[type(self).__module__].__file__ or "").parent
-            text = self.template or _read(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
+            text = _read(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
         try:
             return string.Template(text.strip()).substitute(self.options.model_dump())
         except (KeyError, ValueError) as error:
