@@ -68,11 +68,11 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     log.info("actor-%d: done: %s", index, dict(pool.outcomes))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m actors", description="One actor process of a run.")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder")
     parser.add_argument("--index", type=int, default=0, help="which of the run's actors this is")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from actors.chat import TemplateError
     from actors.codec import CodecError

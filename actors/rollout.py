@@ -30,6 +30,7 @@ from common.types import (
     Action,
     Assignment,
     Finish,
+    Message,
     Observation,
     Source,
     Status,
@@ -227,14 +228,15 @@ async def run_rollout(assignment: Assignment, parts: Parts, wait: Wait) -> Traje
 
 async def play_policy(tape: Tape, parts: Parts, session: Session, wait: Wait) -> None:
     limits, sampling = tape.assignment.limits, tape.assignment.sampling
-    context, tail = _opening(parts, session), EMPTY
+    context = _opening(parts, session)
+    seen: tuple[bool, tuple[Message, ...]] = (True, ())  # whether the last turn ended itself, and the answer to it
     engine = ""
     for index in range(limits.max_turns):
         room = limits.max_tokens - len(tape.ids) - len(context)
         if room < 1:
             if not tape.steps:
                 raise RolloutError(f"the first prompt has {len(context)} tokens, limits.max_tokens is {limits.max_tokens}")
-            tape.end(Status.TRUNCATED, "token_limit", tail=tail)
+            tape.end(Status.TRUNCATED, "token_limit", tail=parts.chat.tail(*seen))
             return
         begun = time.monotonic()
         sampled = await _sample(tape, parts, tape.ids + context.ids.tolist(), min(sampling.max_new_tokens, room), engine, wait)
@@ -246,13 +248,12 @@ async def play_policy(tape: Tape, parts: Parts, session: Session, wait: Wait) ->
             tape.end(Status.TRUNCATED, "length", *(["token_limit"] if room < sampling.max_new_tokens else []))
             return
         observation = await _step(tape, parts, session, turn.action, wait)
-        ended = bool(sampled.ids) and sampled.ids[-1] == parts.chat.end_id
-        tail = parts.chat.tail(ended, observation.messages)
+        seen = (sampled.ids[-1:] == [parts.chat.end_id], observation.messages)
         if observation.status != Status.RUNNING:
-            tape.end(observation.status, tail=tail)
+            tape.end(observation.status, tail=parts.chat.tail(*seen))
             return
-        context = parts.chat.bridge(ended, observation.messages)
-    tape.end(Status.TRUNCATED, "turn_limit", tail=tail)
+        context = parts.chat.bridge(*seen)
+    tape.end(Status.TRUNCATED, "turn_limit", tail=parts.chat.tail(*seen))
 
 
 async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait) -> None:

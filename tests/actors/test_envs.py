@@ -1,0 +1,139 @@
+"""The client of env servers: placement, back-off, lost answers, lost sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+
+import grpc
+import pytest
+
+from actors.envs import EnvLost, Envs
+from common import wire
+from common.proto import rl_pb2_grpc as pb_grpc
+from common.types import Action, Status, Task
+from envserver.admission import Catalog
+from envserver.server import EnvService
+from envserver.sessions import Sessions
+from tests.actors.servers import ScriptedDomain, env_server, eventually
+
+TASK = Task("scripted", "t-1", 0, {"texts": ["he", "done"]})
+
+
+class LosesAnswers(EnvService):
+    """Does what it is asked, then loses the next answers: the given codes are what the caller sees."""
+
+    def __init__(self, domain: ScriptedDomain, codes: list[grpc.StatusCode]) -> None:
+        self.live = Sessions(domain, 8, 1, 60.0)
+        super().__init__(domain, Catalog({}, {}, {}), self.live)
+        self.codes = deque(codes)
+        self.steps: list[int] = []
+
+    async def Step(self, request, context):
+        self.steps.append(request.step_index)
+        reply = await super().Step(request, context)
+        if self.codes:
+            await context.abort(self.codes.popleft(), "lost")
+        return reply
+
+
+async def served(service: EnvService) -> tuple[grpc.aio.Server, str]:
+    server = wire.aio_server()
+    pb_grpc.add_EnvServiceServicer_to_server(service, server)
+    port = wire.bind(server, "127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+async def test_077_a_lost_answer_is_asked_for_again_and_the_tool_runs_once() -> None:
+    domain = ScriptedDomain()
+    service = LosesAnswers(domain, [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED])
+    server, address = await served(service)
+    envs = Envs({"scripted": [address]})
+    session = await envs.open(TASK, "s-1", False)
+    observation = await envs.step(session, 0, Action("a"))
+    assert (observation.messages[0].text, observation.status) == ("he", Status.RUNNING)
+    assert service.steps == [0, 0, 0, 0]
+    assert len(domain.actions) == 1
+    await envs.close()
+    assert domain.closed == 1
+    await server.stop(0)
+
+
+async def test_a_server_that_stays_away_is_given_up() -> None:
+    domain = ScriptedDomain()
+    service = LosesAnswers(domain, [grpc.StatusCode.UNAVAILABLE] * 99)
+    server, address = await served(service)
+    envs = Envs({"scripted": [address]})
+    session = await envs.open(TASK, "s-1", False)
+    with pytest.raises(EnvLost, match=r"Step at .* UNAVAILABLE: lost"):
+        await envs.step(session, 0, Action("a"))
+    assert len(service.steps) == 6
+    await envs.close()
+    await server.stop(0)
+
+
+async def test_a_full_replica_sends_us_to_the_other() -> None:
+    async with env_server(ScriptedDomain(), capacity=1) as small, env_server(ScriptedDomain(), capacity=8) as large:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}" for server in (small, large)]})
+        for n in range(9):
+            await envs.open(TASK, f"s-{n}", False)
+        assert (len(small.sessions), len(large.sessions)) == (1, 8)
+        await envs.close()
+
+
+async def test_the_less_loaded_of_two_replicas_is_chosen() -> None:
+    async with env_server(ScriptedDomain()) as one, env_server(ScriptedDomain()) as other:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}" for server in (one, other)]})
+        for n in range(10):
+            await envs.open(TASK, f"s-{n}", False)
+        assert (len(one.sessions), len(other.sessions)) == (5, 5)
+        await envs.close()
+        await eventually(lambda: not len(one.sessions) + len(other.sessions))
+
+
+async def test_opening_waits_while_everything_is_full() -> None:
+    async with env_server(ScriptedDomain(), capacity=1) as server:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}"]})
+        first = await envs.open(TASK, "s-1", False)
+        second = asyncio.create_task(envs.open(TASK, "s-2", False))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        envs.close_session(first)
+        assert (await second).id == "s-2"
+        await envs.close()
+
+
+async def test_a_session_that_the_server_lost_is_known_by_the_next_heartbeat() -> None:
+    async with env_server(ScriptedDomain()) as server:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}"]})
+        session = await envs.open(TASK, "s-1", False)
+        await envs.renew()
+        assert not session.lost
+        server.sessions.close("s-1")
+        await envs.renew()
+        with pytest.raises(EnvLost, match="session s-1 is gone"):
+            await envs.step(session, 0, Action("a"))
+        await envs.close()
+
+
+async def test_a_draining_replica_gets_no_new_sessions() -> None:
+    async with env_server(ScriptedDomain()) as one, env_server(ScriptedDomain()) as other:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}" for server in (one, other)]})
+        one.sessions.draining = True
+        await envs.renew()
+        for n in range(4):
+            await envs.open(TASK, f"s-{n}", False)
+        assert len(other.sessions) == 4
+        await envs.close()
+
+
+async def test_an_unknown_domain_and_a_wrong_task_are_clear() -> None:
+    async with env_server(ScriptedDomain()) as server:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}"]})
+        with pytest.raises(EnvLost, match=r"no env server for domain 'chess'; there are \['scripted'\]"):
+            await envs.open(Task("chess", "t", 0, {}), "s-1", False)
+        with pytest.raises(EnvLost, match="Open at"):
+            await envs.open(Task("scripted", "t", 0, json.loads("{}")), "s-1", False)
+        await envs.close()
