@@ -39,17 +39,21 @@ class ModelConfig(Table):
     Qwen3-architecture model of the sizes below starts from random weights with the tokenizer at `tokenizer`."""
 
     path: str = ""
-    tokenizer: str = Field("configs/tokenizers/tiny", description="directory with tokenizer.json and tokenizer_config.json")
+    tokenizer: str = Field(
+        default="configs/tokenizers/tiny", description="directory with tokenizer.json and tokenizer_config.json"
+    )
     hidden_size: Positive = 96
     intermediate_size: Positive = 256
     num_layers: Positive = 3
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive = 24
-    rope_theta: float = Field(10_000.0, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=0)
     tie_embeddings: bool = True
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of compute and published weights; masters are float32")
-    remat: bool = Field(False, description="recompute layer activations in the backward pass")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of compute and published weights; masters are float32"
+    )
+    remat: bool = Field(default=False, description="recompute layer activations in the backward pass")
 
     @model_validator(mode="after")
     def _heads(self) -> ModelConfig:
@@ -64,8 +68,8 @@ class LimitsConfig(Table):
     """Bounds of one rollout."""
 
     max_turns: Positive = 10
-    max_new_tokens: Positive = Field(32, description="per turn")
-    max_tokens: Positive = Field(320, description="of prompt and action together, at any turn")
+    max_new_tokens: Positive = Field(default=32, description="per turn")
+    max_tokens: Positive = Field(default=320, description="of prompt and action together, at any turn")
     deadline_s: Rate = 120.0
 
 
@@ -80,16 +84,16 @@ class DomainConfig(Table):
     """One `[[domains]]`: a kind of environment, its servers and its limits."""
 
     name: str
-    weight: Rate = Field(1.0, description="share of the groups, relative to the other domains")
-    replicas: Positive = Field(1, description="env server processes")
-    capacity: Positive = Field(256, description="sessions per env server")
-    threads: Positive = Field(8, description="threads per env server for blocking environment code")
-    lease_s: Rate = Field(60.0, description="a session not renewed for so long is closed")
+    weight: Rate = Field(default=1.0, description="share of the groups, relative to the other domains")
+    replicas: Positive = Field(default=1, description="env server processes")
+    capacity: Positive = Field(default=256, description="sessions per env server")
+    threads: Positive = Field(default=8, description="threads per env server for blocking environment code")
+    lease_s: Rate = Field(default=60.0, description="a session not renewed for so long is closed")
     train_tasks: Positive = 2048
     heldout_tasks: Positive = 128
-    admission: int = Field(64, ge=-1, description="tasks per split that admission checks at start; -1 all, 0 none")
-    instructions: str = Field("", description="file that replaces the domain's instructions template")
-    options: dict[str, Any] = Field({}, description="passed to the domain, which checks them")
+    admission: int = Field(default=64, ge=-1, description="tasks per split that admission checks at start; -1 all, 0 none")
+    instructions: str = Field(default="", description="file that replaces the domain's instructions template")
+    options: dict[str, Any] = Field(default={}, description="passed to the domain, which checks them")
     limits: LimitsConfig = LimitsConfig()
     context: ContextConfig = ContextConfig()
 
@@ -99,15 +103,15 @@ class EngineConfig(Table):
 
     kind: Literal["embedded", "sglang"] = "embedded"
     count: Positive = 1
-    port: Natural = Field(0, description="of the first engine, the next ones follow; 0 picks free ports")
-    slots: Positive = Field(64, description="requests decoded together")
-    max_length: Positive = Field(320, description="tokens of one sequence, prompt and output")
-    decode_chunk: Positive = Field(8, description="decode steps per dispatch")
-    prefill_chunk: Positive = Field(64, description="prompt tokens per slot and dispatch")
-    prefill_slots: Positive = Field(8, description="slots per prefill dispatch")
-    widths: list[Positive] = Field([128, 192, 256, 320], description="attended widths, rising; the last is max_length")
-    timeout_s: Rate = Field(60.0, description="of one /generate call")
-    args: list[str] = Field([], description="further arguments for an SGLang server")
+    port: Natural = Field(default=0, description="of the first engine, the next ones follow; 0 picks free ports")
+    slots: Positive = Field(default=64, description="requests decoded together")
+    max_length: Positive = Field(default=320, description="tokens of one sequence, prompt and output")
+    decode_chunk: Positive = Field(default=8, description="decode steps per dispatch")
+    prefill_chunk: Positive = Field(default=64, description="prompt tokens per slot and dispatch")
+    prefill_slots: Positive = Field(default=8, description="slots per prefill dispatch")
+    widths: list[Positive] = Field(default=[128, 192, 256, 320], description="attended widths, rising; the last is max_length")
+    timeout_s: Rate = Field(default=60.0, description="of one /generate call")
+    args: list[str] = Field(default=[], description="further arguments for an SGLang server")
 
     @model_validator(mode="after")
     def _widths(self) -> EngineConfig:
@@ -118,7 +122,7 @@ class EngineConfig(Table):
 
 class ActorsConfig(Table):
     count: Positive = 1
-    rollouts: Positive = Field(256, description="rollouts in flight per actor process")
+    rollouts: Positive = Field(default=256, description="rollouts in flight per actor process")
 
 
 class SamplingConfig(Table):
@@ -133,23 +137,23 @@ class AlgorithmConfig(Table):
     name: Literal["grpo", "ppo"] = "grpo"
     group_size: Positive = 8
     groups_per_update: Positive = 32
-    minibatches: Positive = Field(2, description="optimizer steps per update, each on its own groups")
+    minibatches: Positive = Field(default=2, description="optimizer steps per update, each on its own groups")
     epochs: Positive = 1
     std_ddof: Literal[0, 1] = 1
     clip_low: Fraction = 0.2
-    clip_high: float = Field(0.28, ge=0)
-    entropy: float = Field(0.0, ge=0, description="coefficient of the entropy bonus on action tokens")
+    clip_high: float = Field(default=0.28, ge=0)
+    entropy: float = Field(default=0.0, ge=0, description="coefficient of the entropy bonus on action tokens")
     aggregation: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
-    constant_divisor: float = Field(0.0, ge=0, description="of aggregation = constant: tokens per rollout")
+    constant_divisor: float = Field(default=0.0, ge=0, description="of aggregation = constant: tokens per rollout")
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
     critic: Literal["none", "shared", "separate"] = Field(
-        "none", description="a value head on the trunk, or a network of its own"
+        default="none", description="a value head on the trunk, or a network of its own"
     )
-    value_coefficient: float = Field(0.5, ge=0)
-    value_clip: float = Field(0.2, ge=0, description="0 turns value clipping off")
-    normalize_advantages: bool = Field(False, description="PPO: whiten advantages over the action tokens of the update")
-    zero_advantages: bool = Field(False, description="control run: every advantage is 0")
+    value_coefficient: float = Field(default=0.5, ge=0)
+    value_clip: float = Field(default=0.2, ge=0, description="0 turns value clipping off")
+    normalize_advantages: bool = Field(default=False, description="PPO: whiten advantages over the action tokens of the update")
+    zero_advantages: bool = Field(default=False, description="control run: every advantage is 0")
 
     @model_validator(mode="after")
     def _combinations(self) -> AlgorithmConfig:
@@ -173,13 +177,13 @@ class OptimizerConfig(Table):
 
     lr: Rate = 5e-4
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup: Natural = Field(0, description="optimizer steps from 0 to lr")
-    decay_steps: Natural = Field(0, description="optimizer step at which a cosine reaches 0")
+    warmup: Natural = Field(default=0, description="optimizer steps from 0 to lr")
+    decay_steps: Natural = Field(default=0, description="optimizer step at which a cosine reaches 0")
     b1: Fraction = 0.9
     b2: Fraction = 0.99
-    weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
-    max_skips: Positive = Field(5, description="updates in a row with non-finite gradients before the run stops")
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0, description="global gradient norm; 0 turns clipping off")
+    max_skips: Positive = Field(default=5, description="updates in a row with non-finite gradients before the run stops")
 
     @model_validator(mode="after")
     def _schedule(self) -> OptimizerConfig:
@@ -198,21 +202,21 @@ class WarmConfig(Table):
 
 class LearnerConfig(Table):
     updates: Positive = 30
-    max_lag: Natural = Field(2, description="updates between the policy that sampled a token and the one it trains")
+    max_lag: Natural = Field(default=2, description="updates between the policy that sampled a token and the one it trains")
     on_stale: Literal["mask", "drop", "restart"] = "mask"
     take: Literal["fixed", "drain"] = "fixed"
-    max_attempts: Positive = Field(3, description="of one rollout, before it is failed")
-    lease_s: Rate = Field(20.0, description="an assignment whose actor is silent for so long is issued again")
+    max_attempts: Positive = Field(default=3, description="of one rollout, before it is failed")
+    lease_s: Rate = Field(default=20.0, description="an assignment whose actor is silent for so long is issued again")
     port: Natural = 0
-    row_length: Positive = Field(320, description="tokens of a packed row; no rollout may be longer")
+    row_length: Positive = Field(default=320, description="tokens of a packed row; no rollout may be longer")
     rows_per_microbatch: Positive = 32
-    stall_s: Rate = Field(120.0, description="a wait of the learner longer than this becomes an event")
+    stall_s: Rate = Field(default=120.0, description="a wait of the learner longer than this becomes an event")
 
 
 class EvalConfig(Table):
     """Held-out evaluation at init, after the warm start, every `every` updates (0: never between) and at the end."""
 
-    tasks: Positive = Field(128, description="held-out tasks per domain, always the same")
+    tasks: Positive = Field(default=128, description="held-out tasks per domain, always the same")
     every: Natural = 0
     init: bool = True
     modes: list[Literal["greedy", "sampled"]] = ["greedy"]
@@ -220,16 +224,16 @@ class EvalConfig(Table):
 
 
 class CheckpointConfig(Table):
-    every: Positive = Field(10, description="updates; the last update is always saved")
+    every: Positive = Field(default=10, description="updates; the last update is always saved")
     keep: Positive = 2
 
 
 class RunConfig(Table):
     """A run, whole."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder is runs/<name>")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder is runs/<name>")
     seed: Natural = 1
-    host: str = Field("127.0.0.1", description="address that local processes bind and call")
+    host: str = Field(default="127.0.0.1", description="address that local processes bind and call")
     model: ModelConfig = ModelConfig()
     domains: list[DomainConfig] = Field(min_length=1)
     engine: EngineConfig = EngineConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -136,7 +137,7 @@ def _versions(t: Trajectory, _: Vocabulary) -> Iterator[str]:
 
 
 def _spans(t: Trajectory, _: Vocabulary) -> Iterator[str]:
-    places: list[tuple[str, Spans, int, type]] = [("tail_spans", t.tail_spans, len(t.tail_ids), ContextKind)]
+    places: list[tuple[str, Spans, int, type[IntEnum]]] = [("tail_spans", t.tail_spans, len(t.tail_ids), ContextKind)]
     for index, step in enumerate(t.steps):
         places.append((f"step {index} context_spans", step.context_spans, len(step.context_ids), ContextKind))
         places.append((f"step {index} action_spans", step.action_spans, len(step.action_ids), ActionKind))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -114,8 +115,9 @@ def add_health_and_reflection(server: grpc.Server, services: Sequence[str]) -> h
     return servicer
 
 
-async def add_aio_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> health.aio.HealthServicer:
-    servicer = health.aio.HealthServicer()
+async def add_aio_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> Any:
+    """The same on an asyncio server; returns grpc_health's asyncio servicer, whose `set` is a coroutine."""
+    servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     for name in services:
         await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -83,15 +83,12 @@ def prepare_old(options: Namespace) -> tuple[RunConfig, Path]:
     config = load(run / "config.toml")
     if runs.is_running(run):
         raise Refusal(f"{run} is running; see it with `python tools/launch.py status {run}`, or stop it first")
-    steps = runs.checkpoint_steps(run)
     if options.verb == "resume" and runs.finished(run, config):
         raise Refusal(f"{run} has made all its {config.learner.updates} updates; evaluate it, or start another run")
-    if options.verb == "resume" and not steps:
+    if not runs.checkpoint_steps(run):
         raise Refusal(
             f"{run} has no checkpoint yet (checkpoint.every = {config.checkpoint.every}); start it again with --overwrite"
         )
-    if options.verb == "eval" and not steps and not runs.has_weights(run):
-        raise Refusal(f"{run} has neither weights nor a checkpoint to evaluate; run it first")
     for domain in config.domains if options.verb == "eval" else []:
         if not 0 <= options.tasks <= domain.heldout_tasks:
             raise Refusal(

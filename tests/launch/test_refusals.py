@@ -125,6 +125,7 @@ def test_another_folder_for_runs(stage):
 def ended_run(stage):
     """The folder of a run that was stopped after its first checkpoint."""
     (stage.run / "checkpoints" / "10").mkdir(parents=True)
+    (stage.run / "checkpoints" / "10" / "commit_success.txt").touch()
     (stage.run / "config.toml").write_text(dump_toml(load(stage.config)))
     stage.play({"learner": ["finish"]})
     return stage
@@ -143,9 +144,9 @@ def test_resume_of_a_finished_run(ended_run):
 
 
 def test_resume_without_a_checkpoint(ended_run):
-    (ended_run.run / "checkpoints" / "10").rmdir()
-    (ended_run.run / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir()
-    refused(ended_run, ended_run.call("resume", "demo"), "has no checkpoint yet (checkpoint.every = 10)")
+    (ended_run.run / "checkpoints" / "10" / "commit_success.txt").unlink()  # cut off while it was written
+    for verb in ("resume", "eval"):
+        refused(ended_run, ended_run.call(verb, "demo"), "has no checkpoint yet (checkpoint.every = 10)")
 
 
 def test_resume_of_nothing(stage):
@@ -182,8 +183,6 @@ def test_eval_starts_the_learner_in_its_evaluation_mode(ended_run):
 def test_eval_refuses_what_it_cannot_do(ended_run):
     refused(ended_run, ended_run.call("eval", "demo", "--mode", "best"), "best", "greedy")
     refused(ended_run, ended_run.call("eval", "demo", "--tasks", "999"), "--tasks 999: domain frozenlake has 128")
-    (ended_run.run / "checkpoints" / "10").rmdir()
-    refused(ended_run, ended_run.call("eval", "demo"), "neither weights nor a checkpoint")
 
 
 def test_help_names_the_keys_and_imports_nothing_heavy():

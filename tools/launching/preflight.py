@@ -233,7 +233,8 @@ def programs(config: RunConfig, run: Path, addresses: Addresses, learner_argumen
         for index in range(domain.replicas)
     ]
     out += [Program(engine["name"], "engine", _engine_command(config, run, engine["url"])) for engine in addresses.engines]
-    out.append(Program("learner", "learner", (python, "-m", "learner", "--run", folder, *learner_arguments)))
+    learner = (python, "-m", "learner", "--run", folder, *learner_arguments)
+    out.append(Program("learner", "learner", learner, resumes=not learner_arguments))
     out += [
         Program(f"actor-{index}", "actor", (python, "-m", "actors", "--run", folder, "--index", str(index)))
         for index in range(config.actors.count)

@@ -1,4 +1,4 @@
-"""What a run's folder says about the run: is it alive, has it a checkpoint, has it finished. Reads files, no JAX."""
+"""What a run's folder says about the run: is it alive, has it a checkpoint, has it finished. Reads files; imports no JAX."""
 
 from __future__ import annotations
 
@@ -69,14 +69,10 @@ def is_running(run: Path) -> bool:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Updates with a committed checkpoint, rising. Orbax writes aside and renames, so a number is a committed one."""
-    folder = run / "checkpoints"
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    """Updates with a committed checkpoint, rising."""
+    from learner.checkpoints import committed_steps
 
-
-def has_weights(run: Path) -> bool:
-    """Whether some published version is complete."""
-    return any((run / "weights").glob("*/DONE"))
+    return committed_steps(run / "checkpoints")
 
 
 def read_json(path: Path) -> dict[str, Any]:

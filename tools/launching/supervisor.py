@@ -30,6 +30,7 @@ class Program:
     name: str  # also names the log
     role: str  # "env", "engine", "learner" or "actor"
     argv: tuple[str, ...]
+    resumes: bool = False  # restarted with --resume when there is a checkpoint
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Supervisor:
 
     def _start(self, child: _Child) -> None:
         argv = list(child.program.argv)
-        if child is self._learner and child.restarts and checkpoint_steps(self._run) and "--resume" not in argv:
+        if child.program.resumes and child.restarts and checkpoint_steps(self._run):
             argv.append("--resume")
         if sys.platform == "linux":
             argv = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv]
@@ -181,7 +182,7 @@ class Supervisor:
         child.crashes.append(now)
         what = f"{name} {describe_status(status)}"
         count = len(child.crashes)
-        if child is self._learner and not checkpoint_steps(self._run):
+        if child.program.resumes and not checkpoint_steps(self._run):
             # A restart from the beginning repeats work, so these are counted over the whole run and never forgotten.
             child.fresh_restarts += 1
             count = max(count, child.fresh_restarts)
@@ -199,7 +200,7 @@ class Supervisor:
         return None
 
     def _restart_manner(self, child: _Child) -> str:
-        if child is not self._learner:
+        if not child.program.resumes:
             return ""
         steps = checkpoint_steps(self._run)
         return f" from the checkpoint of update {steps[-1]}" if steps else " from the beginning: there is no checkpoint yet"
