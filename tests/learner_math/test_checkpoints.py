@@ -89,9 +89,13 @@ def test_nothing_to_restore_is_said_clearly(tmp_path):
 def test_092_a_failed_save_is_told_and_the_next_one_works(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     save_all(checkpoints, [5])
-    with pytest.raises(CheckpointError, match="10"):  # by this save, or at the latest by the next call
+
+    def save_two() -> None:  # told by this save, or at the latest by the next one
         checkpoints.save(10, arrays(10), {"cannot": object()})
         checkpoints.save(15, arrays(15), {})
+
+    with pytest.raises(CheckpointError, match="10"):
+        save_two()
     assert committed_steps(tmp_path) == [5]
     save_all(checkpoints, [20])
     assert committed_steps(tmp_path) == [5, 20]

@@ -1,0 +1,112 @@
+"""Small records for the tests of the learner's mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from common.config import RunConfig
+from common.types import (
+    ActionKind,
+    ContextKind,
+    Finish,
+    Sampling,
+    Source,
+    Status,
+    Step,
+    StepKind,
+    Task,
+    Trajectory,
+    VersionRun,
+    ids_array,
+    spans_of,
+)
+from learner.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    vocab_size=16,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rope_theta=10_000.0,
+)
+
+
+def turn(
+    context: Sequence[int],
+    action: Sequence[int],
+    reward: float = 0.0,
+    parent: int = -1,
+    prefix_len: int = 0,
+    finish: Finish = Finish.STOP,
+    logprob: float = -1.0,
+) -> Step:
+    return Step(
+        parent=parent,
+        prefix_len=prefix_len,
+        context_ids=ids_array(context),
+        context_spans=spans_of([(len(context), ContextKind.OBSERVATION)]),
+        action_ids=ids_array(action),
+        action_logprobs=np.full(len(action), logprob, np.float32),
+        action_spans=spans_of([(len(action), ActionKind.TEXT)]),
+        versions=(VersionRun(0, 1, "engine-0", "main"),) if len(action) else (),
+        kind=StepKind.ACT,
+        reward=reward,
+        finish=finish,
+    )
+
+
+def rollout(
+    steps: Sequence[Step], name: str = "r", status: Status = Status.TERMINATED, tail: Sequence[int] = (), temperature: float = 1.0
+) -> Trajectory:
+    return Trajectory(
+        rollout_id=name,
+        attempt=1,
+        group_id="g",
+        task=Task("toy", "t", 0, None),
+        source=Source.POLICY,
+        steps=tuple(steps),
+        tail_ids=ids_array(tail),
+        tail_spans=spans_of([(len(tail), ContextKind.OBSERVATION)]),
+        status=status,
+        flags=(),
+        metrics={},
+        sampling=Sampling(temperature, 16),
+    )
+
+
+def chain(turns: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> list[Step]:
+    """Append-only steps from (context, action, reward)."""
+    steps: list[Step] = []
+    length = 0
+    for index, (context, action, reward) in enumerate(turns):
+        steps.append(turn(context, action, reward, index - 1, length))
+        length += len(context) + len(action)
+    return steps
+
+
+def as_reference(trajectory: Trajectory) -> Trajectory:
+    """The same tokens from somebody else: no logprobs, no versions."""
+    nothing = np.zeros(0, np.float32)
+    steps = tuple(replace(step, action_logprobs=nothing, versions=()) for step in trajectory.steps)
+    return replace(trajectory, source=Source.REFERENCE, steps=steps)
+
+
+def random_rollout(rng: np.random.Generator, name: str, turns: int = 2, vocab: int = 16) -> Trajectory:
+    """A few turns of random tokens with a random outcome reward of 0 or 1."""
+    parts = [(rng.integers(0, vocab, rng.integers(2, 6)), rng.integers(0, vocab, rng.integers(1, 4)), 0.0) for _ in range(turns)]
+    parts[-1] = (*parts[-1][:2], float(rng.integers(0, 2)))
+    return rollout(chain(parts), name)
+
+
+def config(**tables) -> RunConfig:
+    """A configuration with small micro-batches; tables as keyword arguments."""
+    learner = {"row_length": 32, "rows_per_microbatch": 4} | tables.pop("learner", {})
+    return RunConfig.model_validate(
+        {"domains": [{"name": "toy", "limits": {"max_tokens": 32}}], "learner": learner, "engine": {}, **tables}
+    )
