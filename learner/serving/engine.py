@@ -24,8 +24,8 @@ import numpy as np
 from flax import nnx
 
 from learner.model.qwen3 import Qwen3
-from learner.serving.programs import STOPS, CompilationCount, Decoded, DecodeRows, EngineShape, Programs
-from learner.serving.request import ABORTED, Request
+from learner.serving.programs import CompilationCount, Decoded, DecodeRows, EngineShape, Programs
+from learner.serving.request import ABORTED, STOPS, Request
 from learner.serving.slots import SlotTable
 
 log = logging.getLogger(__name__)

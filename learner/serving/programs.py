@@ -9,7 +9,6 @@ L slots of the cache, M positions of a slot, K steps of a decode dispatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,9 +17,10 @@ import numpy as np
 from flax import nnx
 
 from learner.model.qwen3 import Cache, CacheWindow, Qwen3
+from learner.serving.request import STOPS
 from learner.serving.sampling import sample
 
-STOPS = 16  # N
+Array = np.ndarray | jax.Array
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class EngineShape:
 class DecodeRows(NamedTuple):
     """What a decode dispatch needs of each row (NumPy on the way in)."""
 
-    slots: np.ndarray  # [R] int32
-    tokens: np.ndarray  # [R] int32: the sequence's last token, whose key is not in the cache yet
-    positions: np.ndarray  # [R] int32: of that token
-    left: np.ndarray  # [R] int32: tokens still to sample; 0: an idle row
-    seeds: np.ndarray  # [R] uint32
-    temperatures: np.ndarray  # [R] float32
-    stops: np.ndarray  # [R, N] int32, filled up with -1
+    slots: Array  # [R] int32
+    tokens: Array  # [R] int32: the sequence's last token, whose key is not in the cache yet
+    positions: Array  # [R] int32: of that token
+    left: Array  # [R] int32: tokens still to sample; 0: an idle row
+    seeds: Array  # [R] uint32
+    temperatures: Array  # [R] float32
+    stops: Array  # [R, N] int32, filled up with -1
 
 
 class Decoded(NamedTuple):
@@ -116,6 +116,7 @@ class Programs:
     ) -> tuple[Cache, Decoded]:
         model = nnx.merge(self._graph, params)
         chunk, count = self.shape.decode_chunk, self.shape.rows
+        slots, seeds, temperatures = jnp.asarray(rows.slots), jnp.asarray(rows.seeds), jnp.asarray(rows.temperatures)
         alive = jnp.sum(rows.left > 0)
 
         def going(loop: _Loop) -> jax.Array:
@@ -125,8 +126,8 @@ class Programs:
         def advance(loop: _Loop) -> _Loop:
             live = loop.left > 0
             positions = jnp.where(live, loop.positions, self.shape.max_length)
-            hidden, grown = model.cached(loop.tokens[:, None], loop.cache, CacheWindow(rows.slots, positions[:, None], width))
-            ids, logprobs = sample(model.logits(hidden[:, 0]), rows.seeds, loop.positions + 1, rows.temperatures)
+            hidden, grown = model.cached(loop.tokens[:, None], loop.cache, CacheWindow(slots, positions[:, None], width))
+            ids, logprobs = sample(model.logits(hidden[:, 0]), seeds, loop.positions + 1, temperatures)
             stopped = jnp.any(ids[:, None] == rows.stops, axis=-1)
             out = Decoded(
                 loop.out.ids.at[loop.step].set(ids), loop.out.logprobs.at[loop.step].set(logprobs), loop.out.counts + live
@@ -149,12 +150,10 @@ class CompilationCount:
 
     def __init__(self) -> None:
         self.total = 0
-        self._listener = partial(_count, self)
-        jax.monitoring.register_event_duration_secs_listener(self._listener)
+        jax.monitoring.register_event_duration_secs_listener(self._count)
 
     def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listener)
+        jax.monitoring.unregister_event_duration_listener(self._count)
 
-
-def _count(counter: CompilationCount, event: str, *_: float, **__: str) -> None:
-    counter.total += event == "/jax/core/compile/backend_compile_duration"
+    def _count(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self.total += event == "/jax/core/compile/backend_compile_duration"

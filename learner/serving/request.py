@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from common.types import ids_array
-from learner.serving.programs import STOPS
 
+STOPS = 16  # stop tokens per request: a static size of the decode program
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 # Values that leave softmax(z / temperature) as it is. Anything else is refused: recorded logprobs could not be replayed.
@@ -155,7 +155,9 @@ def _spread(value: Any, count: int, batched: bool, name: str) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if not batched or len(value) != count:
-        raise BadRequest(f"{name} is a list of {len(value)} for {count} prompt(s) in input_ids; send one per prompt, or a single value.")
+        raise BadRequest(
+            f"{name} is a list of {len(value)} for {count} prompt(s) in input_ids; send one per prompt, or a single value."
+        )
     return value
 
 
@@ -170,9 +172,9 @@ def _read_one(prompt: Any, rid: Any, params: Any, return_logprob: bool, limits: 
     new = _integer(params, "max_new_tokens", 128, 0, 2**31 - 1)
     if len(ids) + new > limits.max_length:
         raise BadRequest(
-            f"Requested token count exceeds the model's maximum context length of {limits.max_length} tokens. You requested a total of"
-            f" {len(ids) + new} tokens: {len(ids)} tokens from the input messages and {new} tokens for the completion. Please reduce the"
-            " number of tokens in the input messages or the completion to fit within the limit."
+            f"Requested token count exceeds the model's maximum context length of {limits.max_length} tokens. You requested a"
+            f" total of {len(ids) + new} tokens: {len(ids)} tokens from the input messages and {new} tokens for the completion."
+            " Please reduce the number of tokens in the input messages or the completion to fit within the limit."
         )
     temperature = params.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
@@ -225,8 +227,8 @@ def _refuse_unsupported(params: dict[str, Any]) -> None:
         if name in NEUTRAL:
             if value not in NEUTRAL[name] and value is not None:
                 raise BadRequest(
-                    f"{name}={value!r} is not supported: it changes the sampling distribution, so that recorded logprobs could not be"
-                    f" replayed. Leave it out, or send {NEUTRAL[name][0]!r}."
+                    f"{name}={value!r} is not supported: it changes the sampling distribution, so that recorded logprobs could"
+                    f" not be replayed. Leave it out, or send {NEUTRAL[name][0]!r}."
                 )
         elif name not in KNOWN and name not in TEXT_ONLY:
             raise BadRequest(f"sampling_params has no field {name!r}; this engine knows {', '.join(KNOWN)}.")

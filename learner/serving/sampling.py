@@ -14,9 +14,7 @@ import jax.numpy as jnp
 BLOCK = 64  # the cumulative distribution is searched over blocks, then inside one block
 
 
-def sample(
-    logits: jax.Array, seeds: jax.Array, positions: jax.Array, temperatures: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, seeds: jax.Array, positions: jax.Array, temperatures: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Token ids [R] int32 and their logprobs [R] float32 from logits [R, V] float32.
 
     seeds [R] uint32; positions [R] int32 of the tokens to be sampled; temperatures [R], 0 takes the most likely token.

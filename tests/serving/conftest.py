@@ -1,0 +1,83 @@
+"""A tiny model and one engine shape for the serving tests, compiled once per engine in about two seconds."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from learner.model.qwen3 import Qwen3
+from learner.model.spec import ModelSpec
+from learner.serving.engine import Engine
+from learner.serving.programs import EngineShape
+from learner.serving.request import Request
+
+SPEC = ModelSpec(64, 16, 32, 2, 4, 2, 8, 10_000.0)
+SHAPE = EngineShape(rows=4, cache_slots=6, max_length=48, decode_chunk=4, prefill_rows=2, prefill_chunk=5, widths=(16, 48))
+
+
+def make_model(seed: int = 0) -> Qwen3:
+    """Random weights, ten times larger than a fresh model's: its distributions are far from uniform."""
+    model = Qwen3(SPEC, rngs=nnx.Rngs(seed))
+    model.embedding[...] = model.embedding[...] * 10
+    return model
+
+
+def make_request(rid: str, prompt: list[int], new: int = 8, temperature: float = 1.0, seed: int = 0, stops=()) -> Request:
+    return Request(rid, np.asarray(prompt, np.int32), new, temperature, seed, tuple(stops), True)
+
+
+def model_logprobs(model: Qwen3, request: Request) -> np.ndarray:
+    """log p of each output token under the training forward pass, of softmax(z / T) as the engine reports it."""
+    ids = jnp.asarray(request.sequence())[None]
+    hidden = model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+    logits = np.asarray(model.logits(hidden), np.float64)[0] / (request.temperature or 1.0)
+    logits -= logits.max(-1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    start = len(request.prompt)
+    return np.asarray([logprobs[start + i - 1, token] for i, token in enumerate(request.output)])
+
+
+class Bench:
+    """An engine with a mailbox for finished requests."""
+
+    def __init__(self, model: Qwen3, shape: EngineShape = SHAPE) -> None:
+        self.done: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.engine = Engine(model, shape, "default", self._deliver)
+        self.engine.start()
+        assert self.engine.ready.wait(60)
+
+    def _deliver(self, requests) -> None:
+        for request in requests:
+            self.done.put(request)
+
+    def run(self, *requests: Request) -> dict[str, Request]:
+        self.engine.submit(requests)
+        return self.collect(len(requests))
+
+    def collect(self, count: int) -> dict[str, Request]:
+        finished = [self.done.get(timeout=60) for _ in range(count)]
+        return {request.rid: request for request in finished}
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def shared_bench(model: Qwen3) -> Iterator[Bench]:
+    bench = Bench(model)
+    yield bench
+    bench.engine.stop()
+
+
+@pytest.fixture
+def bench(shared_bench: Bench) -> Bench:
+    """The module's engine with an empty cache: results of one test never feed another."""
+    assert shared_bench.engine.flush().result(60)
+    return shared_bench
