@@ -58,14 +58,20 @@ class Stage:
         (self.folder / "script.json").write_text(json.dumps(script))
         (self.folder / "starts.jsonl").unlink(missing_ok=True)
 
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        environment = {**os.environ, "SCRIPT": str(self.folder / "script.json"), "PYTHONPATH": str(REPOSITORY)}
+    def start(self, *arguments: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
+        environment = {
+            **os.environ,
+            "TERM": "xterm",
+            "COLUMNS": "160",
+            "SCRIPT": str(self.folder / "script.json"),
+            "PYTHONPATH": str(REPOSITORY),
+        }
         return subprocess.Popen(
             [sys.executable, str(RUN_FAKE), *arguments],
             cwd=self.folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,6 +1,7 @@
 """The launcher as a real process over fake programs: clean ends, crashes, signals, and nothing left behind."""
 
 import json
+import os
 import signal
 import sys
 
@@ -181,6 +182,34 @@ def test_progress_as_plain_lines(stage):
     line = "update 12/30 rl · frozenlake 0.625 · lag 0.40 mean, 2 max · 3,120 tokens/s · 512 dispatched, 128 open, 384 trained"
     assert ended.out.splitlines().count(line) == 1
     assert "eval warm: frozenlake 0.500 greedy, n 128, version 1" in ended.out
+
+
+def test_a_terminal_gets_the_live_table(stage):
+    report = {"phase": "rl", "update": 12, "updates": 30, "success": {"frozenlake": 0.625}}
+    (stage.folder / "report.json").write_text(json.dumps(report))
+    stage.play({"learner": ["report actor-0:2"], "actor-0": ["crash 3", "serve"]})
+    ours, theirs = os.openpty()
+    process = stage.start("local", str(stage.config), stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    while chunk := read_terminal(ours):
+        shown += chunk
+    os.close(ours)
+    ended = stage.finish(process)
+    assert (ended.code, ended.err) == (0, "")
+    text = shown.decode()
+    assert "update 12/30" in text
+    assert "frozenlake 0.625" in text
+    assert "actor-0 exited with status 3; restart 1 of 3" in text
+    assert "done after" in text
+
+
+def read_terminal(terminal: int) -> bytes:
+    """What was written to it; nothing once the other side is closed (Linux answers EIO)."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
 
 
 def test_status_of_a_running_and_an_ended_run(stage):

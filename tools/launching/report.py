@@ -38,9 +38,9 @@ def lag(report: Report) -> str:
     return f"lag {number(values.get('mean'), 2)} mean, {number(values.get('max'))} max" if values else ""
 
 
-def outcomes(report: Report) -> str:
+def outcomes(report: Report, zeros: bool = False) -> str:
     counts = table(report, "rollouts")
-    return ", ".join(f"{number(counts[name])} {name}" for name in OUTCOMES if name in counts)
+    return ", ".join(f"{number(counts[name])} {name}" for name in OUTCOMES if name in counts and (counts[name] or zeros))
 
 
 def waits(report: Report, most: int = 6) -> list[str]:
@@ -120,7 +120,7 @@ def summary(values: dict[str, Any], restarts: dict[str, int]) -> list[str]:
     cells = [
         ("updates", number(values.get("updates"))),
         ("wall clock", f"{number(values.get('wall_seconds'), 1)} s"),
-        ("rollouts", outcomes(values)),
+        ("rollouts", outcomes(values, zeros=True)),
         ("tokens", f"{number(tokens.get('sampled'))} sampled, {number(tokens.get('trained'))} trained"),
         ("off-policy", lag(values)),
         ("recompilations", number(values.get("recompilations_after_warmup"))),
