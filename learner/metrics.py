@@ -44,7 +44,7 @@ class MetricsLog:
         bad = [name for name, number in numbers.items() if not math.isfinite(number)]
         now = time.time()
         head = {"update": update, "incarnation": self._incarnation, "time": now}
-        self._lines.append(head | {name: None if name in bad else value for name, value in values.items()})
+        self._lines.append({**head, **values, **head})  # the head comes first and nothing overrides it
         points = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items() if name not in bad]
         self._board.add_event(Event(wall_time=now, step=update, summary=Summary(value=points)))
         self._board.flush()

@@ -1,5 +1,8 @@
 """The fake engine obeys the rules that SGLang was measured to have; other tests rely on it."""
 
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,19 @@ def test_a_model_info_without_version_is_an_error(engine):
         EngineApi(engine.url).weight_version()
     with pytest.raises(ValueError, match="http://host:port"):
         EngineApi("127.0.0.1:1")
+
+
+def test_a_server_that_dribbles_meets_the_deadline():
+    """A byte every 20 ms: no read ever waits long, the answer never ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def dribble():
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        with in_background(dribble), pytest.raises(EngineSilent, match="no answer within 1 s"):
+            EngineApi(f"http://127.0.0.1:{server.getsockname()[1]}", TIGHT).server_info()

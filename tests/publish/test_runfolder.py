@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -112,6 +112,7 @@ def test_events_are_whole_lines_with_time_and_kind(opened, tmp_path):
     assert len(read_events(tmp_path, "tick")) == 200
 
 
+@settings(deadline=None, max_examples=50)
 @given(cut=st.integers(0, 200))
 def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
@@ -179,6 +180,7 @@ def test_a_resume_supersedes_later_updates_and_deletes_nothing(opened, tmp_path)
     assert read_trajectories(tmp_path / "trajectories" / "4.superseded-2.parquet")[0][0]["incarnation"] == 1
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=5))
 def test_live_lines_are_those_of_replaying_the_run(starts):
     """Slow definition: play the incarnations in order; each goes back to a reached update and overwrites what follows."""

@@ -66,7 +66,7 @@ def test_a_save_that_raises_leaves_no_version(tmp_path):
     assert put(folder, 1) == 2
 
 
-@settings(max_examples=25)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.lists(st.booleans(), max_size=4), max_size=4))
 def test_numbers_never_repeat(tmp_path_factory, incarnations):
     """True: allocated and written. False: allocated, never written (skipped). Then the process is killed."""
