@@ -286,7 +286,7 @@ def test_summary_is_written_whole_with_exactly_its_keys(opened, tmp_path):
     [
         ({"rollouts": {**SUMMARY["rollouts"], "trained": 6}}, r"15 dispatched, but 6 trained .* = 16"),
         ({"rollouts": {**SUMMARY["rollouts"], "cancelled": -1}}, "rollouts.cancelled"),
-        ({"lag": {"mean": float("nan"), "max": 0}}, "lag.mean"),
+        ({"lag": {"mean": float("inf"), "max": 0}}, "lag.mean"),
         ({"evals": [{**SUMMARY["evals"][0], "phase": "end"}]}, "evals.0.phase"),
         ({"extra": 1}, "extra"),
         ({"seed": None}, "seed"),
