@@ -45,7 +45,7 @@ def test_schedules_at_their_ends():
 
 def test_supervised_steps_have_their_own_rate_and_leave_the_schedule_alone():
     config = OptimizerConfig(lr=1e-3, warmup=10)
-    state, report = make_apply(config)(initial(config, {"x": jnp.ones(2)}), {"x": jnp.ones(2)}, jnp.float32(0.5))
+    state, report = jax.jit(make_apply(config))(initial(config, {"x": jnp.ones(2)}), {"x": jnp.ones(2)}, jnp.float32(0.5))
     assert (float(report.lr), int(state.step), int(state.adam.count)) == (0.5, 0, 1)
 
 
