@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.codec import END_THINK, THINK, Codec, decode
+from actors.codec import CACHED_CHARS, END_THINK, THINK, Codec, decode
 from common.types import ContextKind, Json, Message, Spans, ids_array, spans_of
 
 _SLOT = re.compile("\ue000([0-9]+)\ue001")  # the number of a slot, in rendered templates only
@@ -64,6 +64,7 @@ class Chat:
         self._render = compile_template(template)
         self._opening = functools.lru_cache(256)(self._learn_opening)
         self._bridge = functools.lru_cache(256)(self._learn_bridge)
+        self._known_bridge = functools.lru_cache(8192)(self._fill_bridge)  # short observations repeat
         self._check()
         # A generation prompt may open the reasoning for the policy; then a turn begins inside it.
         prompt = self._bridge((), True)[-1]
@@ -89,12 +90,17 @@ class Chat:
         return self._after(ended, messages, prompt=False) if messages else EMPTY
 
     def _after(self, ended: bool, messages: Sequence[Message], prompt: bool) -> Context:
-        pattern = self._bridge(tuple(message.role for message in messages), prompt)
+        roles, texts = tuple(message.role for message in messages), tuple(message.text for message in messages)
+        short = sum(map(len, texts)) <= CACHED_CHARS
+        return (self._known_bridge if short else self._fill_bridge)(ended, roles, texts, prompt)
+
+    def _fill_bridge(self, ended: bool, roles: tuple[str, ...], texts: tuple[str, ...], prompt: bool) -> Context:
+        pattern = self._bridge(roles, prompt)
         if ended:
             first = pattern[0]
             assert isinstance(first, list)  # _learn_bridge has seen to it
             pattern = (first[1:], *pattern[1:])
-        return self._fill(pattern, [message.text for message in messages], ContextKind.OBSERVATION, ())
+        return self._fill(pattern, texts, ContextKind.OBSERVATION, ())
 
     def _fill(self, pattern: _Pattern, texts: Sequence[str], kind: ContextKind, fixed: Sequence[list[int]]) -> Context:
         """Put encoded texts into slots: first the messages', then the `fixed` ones (already encoded)."""

@@ -31,9 +31,9 @@ MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 UNITS = r"(?<!\p{L})\p{L}\d|\d"
 DOMAINS = ("frozenlake", "arithmetic")
 WAYS = ("left", "down", "right", "up")
-TASKS = 300  # of each domain
+TASKS = 100  # of each domain
 LINE_WEIGHT = 400  # a fixed line is worth that many sightings: it must become one token
-TEXT_WEIGHT = 4  # of a domain's varying text
+TEXT_WEIGHT = 12  # of a domain's varying text
 ENGLISH = Path(__file__).with_name("tokenizer_english.txt")
 
 
