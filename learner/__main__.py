@@ -1,0 +1,52 @@
+"""`python -m learner --run RUN [--resume | --eval [--tasks N] [--mode greedy|sampled]]`"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from common.cli import ConfigError, load
+from common.wire import PortBusy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="learner", description="Polyturn's learner: ingests rollouts, trains, publishes weights."
+    )
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder, with config.toml and addresses.json")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest committed checkpoint")
+    parser.add_argument("--eval", action="store_true", help="only evaluate the newest checkpoint on held-out tasks")
+    parser.add_argument("--tasks", type=int, default=0, help="held-out tasks of --eval; 0: as configured")
+    parser.add_argument("--mode", choices=("greedy", "sampled"), default="", help="of --eval; as configured when missing")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    asked = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: asked.set())
+    try:
+        config = load(args.run / "config.toml")
+        from learner import main as learner  # JAX is imported here, after the arguments and the configuration are checked
+        from learner.model.spec import ModelError
+        from learner.pack import PackError
+        from learner.tasks import TasksError
+    except ConfigError as error:
+        return refuse(error)
+    try:
+        options = learner.Options(args.run.resolve(), args.resume, args.eval, args.tasks, args.mode)
+        return learner.main(options, config, asked.is_set)
+    except (ConfigError, ModelError, PackError, TasksError, PortBusy) as error:
+        return refuse(error)
+
+
+def refuse(error: Exception) -> int:
+    print(f"polyturn: error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

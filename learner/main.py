@@ -1,0 +1,329 @@
+"""The learner's loop: take → pack → score → credit → update → publish → checkpoint → log.
+
+Everything before it is set-up, everything after it an evaluation and a summary. The loop runs on the main thread; gRPC
+handlers, the publisher and checkpoints have threads of their own and meet it in `Control`, `Publisher` and `Checkpoints`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from common.config import RunConfig
+from common.types import EngineInfo
+from common.validate import Vocabulary
+from common.wire import Tls
+from learner import tasks
+from learner.batch import Batch
+from learner.checkpoints import Checkpoints
+from learner.control import Control
+from learner.model import hf
+from learner.model.spec import ModelSpec, eos_ids, read_config
+from learner.publisher import Publisher, PublisherOptions
+from learner.runfolder import SUMMARY, RunFolder
+from learner.service import serve
+from learner.update import Trainer
+
+log = logging.getLogger(__name__)
+
+START_S = 300.0  # for env servers to list their tasks and for engines to serve the first version
+TAKE_S = 1.0  # the main thread looks up so often while it waits for rollouts
+
+
+class Stopped(Exception):
+    """The process was asked to end."""
+
+
+@dataclass
+class Totals:
+    """What the summary adds up over the run; saved with every checkpoint."""
+
+    seconds: float = 0.0  # of earlier incarnations
+    lag_tokens: float = 0.0  # sum of lag over trained tokens
+    lag_max: int = 0
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class Run:
+    """The parts of a learner."""
+
+    config: RunConfig
+    path: Path
+    folder: RunFolder
+    control: Control
+    trainer: Trainer
+    publisher: Publisher
+    checkpoints: Checkpoints
+    server: grpc.Server
+    stop: Callable[[], bool]
+    totals: Totals = field(default_factory=Totals)
+    started: float = field(default_factory=time.monotonic)
+    update: int = 0  # RL updates done
+    version: int = 0  # the newest published weights
+    saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
+
+    def seconds(self) -> float:
+        return self.totals.seconds + time.monotonic() - self.started
+
+
+# ---- the algorithm -------------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> None:
+    """From wherever `run` stands to its last update and the final evaluation. Raises Stopped."""
+    publish(run, wait=True)
+    if run.config.eval.init:
+        evaluate(run, "init")
+    if warm_start(run):
+        publish(run, wait=True)
+    if run.config.warm.updates:
+        evaluate(run, "warm")
+        if not run.update:
+            save(run)  # a crash in the first updates does not repeat the warm start
+    run.control.start_rl()
+    while run.update < run.config.learner.updates:
+        batch = take(run)
+        metrics = run.trainer.policy_update(batch.groups, batch.live, run.version)
+        if metrics["skipped_nonfinite"] or not metrics["trained_tokens"]:
+            run.control.abandon(batch, "nonfinite_gradient" if metrics["skipped_nonfinite"] else "no_live_token")
+            continue
+        run.control.commit(batch)
+        run.update += 1
+        if metrics["optimizer_steps"]:
+            publish(run)
+        record(run, batch, metrics)
+        if run.update % run.config.checkpoint.every == 0 or run.update == run.config.learner.updates:
+            save(run)
+        if run.config.eval.every and run.update % run.config.eval.every == 0 and run.update < run.config.learner.updates:
+            evaluate(run, "rl")
+    run.publisher.wait_ready(run.version, START_S)
+    evaluate(run, "rl")
+
+
+def warm_start(run: Run) -> bool:
+    """Supervised updates on reference rollouts. False when there are none left to make."""
+    done = run.control.ledger.warm_update
+    if done >= run.config.warm.updates:
+        return False
+    run.control.start_warm()
+    while done < run.config.warm.updates:
+        batch = take(run)
+        metrics = run.trainer.supervised(batch.trajectories)
+        if metrics["skipped_nonfinite"]:
+            run.control.abandon(batch, "nonfinite_gradient")
+            continue
+        run.control.commit(batch)
+        done += 1
+        log.info("warm start %d/%d: loss %.4f", done, run.config.warm.updates, metrics.get("loss", float("nan")))
+    return True
+
+
+def take(run: Run) -> Batch:
+    while True:
+        if run.stop():
+            raise Stopped
+        batch = run.control.take(TAKE_S)
+        if batch is not None:
+            return batch
+
+
+def publish(run: Run, wait: bool = False) -> None:
+    """Publish the present parameters; with `wait`, return when an engine serves them."""
+    run.version = run.publisher.publish(run.update, run.trainer.policy)
+    run.control.published(run.version, run.update)
+    deadline = time.monotonic() + START_S
+    while wait:
+        if run.stop():
+            raise Stopped
+        try:
+            run.publisher.wait_ready(run.version, min(TAKE_S, max(0.0, deadline - time.monotonic())))
+            return
+        except Exception:
+            if time.monotonic() >= deadline:
+                raise
+
+
+def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
+    """Held-out success of the newest version; once per phase and update, also across a resume."""
+    done = {(e["phase"], run.publisher.update_of(e["version"])) for e in run.control.evaluation.results}
+    if (phase, run.update) in done:
+        return []
+    if run.stop():
+        raise Stopped
+    with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
+        results = run.control.evaluate(phase, version)
+    for result in results:
+        low, high = result["ci95"]
+        log.info(
+            "eval %s: %s %s success %.3f [%.3f, %.3f] of %d, version %d",
+            phase, result["domain"], result["mode"], result["success"], low, high, result["n"], version,
+        )  # fmt: skip
+    return results
+
+
+def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
+    """Metrics and trajectories of an update that was made."""
+    totals = run.totals
+    totals.lag_tokens += batch.lag_mean * batch.live_tokens
+    totals.lag_max = max(totals.lag_max, batch.lag_max)
+    totals.tokens += batch.live_tokens
+    rewards = [rollout.total_reward for rollout in batch.trajectories]
+    lengths = [len(rollout.steps) for rollout in batch.trajectories]
+    values = metrics | {
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "turns": sum(lengths) / max(1, len(lengths)),
+        "lag_mean": batch.lag_mean,
+        "lag_max": batch.lag_max,
+        "stale": batch.stale,
+        "version": run.version,
+        "seconds": run.seconds(),
+    }
+    values |= {f"success/{domain}": value for domain, value in batch.success.items()}
+    run.folder.metrics(run.update, values)
+    run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
+    log.info(
+        "update %d/%d: reward %.3f, lag %.2f, entropy %.3f, gap %.1e, gradient %.3f, %d tokens",
+        run.update, run.config.learner.updates, values["reward"], batch.lag_mean, metrics.get("entropy", 0.0),
+        metrics.get("gap_mean", 0.0), metrics.get("grad_norm", 0.0), batch.live_tokens,
+    )  # fmt: skip
+
+
+# ---- checkpoints and the summary -------------------------------------------------------------------------------
+
+
+def save(run: Run) -> None:
+    """One moment: parameters, optimizer, ledger, sampler, spool offsets, evaluations, totals."""
+    committed(run)
+    run.saved = run.control.state()
+    totals = asdict(replace(run.totals, seconds=run.seconds()))
+    state = {"update": run.update, "control": run.saved, "totals": totals}
+    run.checkpoints.save(run.update, run.trainer.state_tree(), state)
+
+
+def committed(run: Run) -> None:
+    """Wait for the checkpoint before; what only older ones needed of the spool can go."""
+    run.checkpoints.wait()
+    if run.saved:
+        run.control.committed(run.saved)
+        run.saved = {}
+
+
+def restore(run: Run) -> None:
+    """Go on from the newest committed checkpoint; without one the run starts at its beginning."""
+    if run.checkpoints.latest() is None:
+        run.folder.event("resume_from_start", {"reason": "no committed checkpoint"})
+        return
+    _, arrays, state = run.checkpoints.restore()
+    run.trainer.restore_tree(arrays)
+    run.control.restore(state["control"])
+    run.totals, run.update = Totals(**state["totals"]), state["update"]
+    log.info("resumed after update %d as incarnation %d", run.update, run.folder.incarnation)
+
+
+def summarize(run: Run) -> None:
+    """Close the books: whatever is open is cancelled, so that the outcomes add up to what was dispatched."""
+    run.control.finish()
+    counts = run.control.counts()
+    totals = run.totals
+    run.folder.summary(
+        {
+            "config": run.config.model_dump(),
+            "seed": run.config.seed,
+            "updates": run.update,
+            "wall_seconds": run.seconds(),
+            "rollouts": {name: counts[name] for name in counts if name != "open"},
+            "evals": run.control.evaluation.results,
+            "tokens": dict(run.control.tokens),
+            "lag": {"mean": totals.lag_tokens / max(1, totals.tokens), "max": totals.lag_max},
+            "recompilations_after_warmup": run.publisher.recompilations(),
+        }
+    )
+
+
+# ---- set-up ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    run: Path
+    resume: bool = False
+    evaluate: bool = False  # only evaluate the run's newest weights
+    tasks: int = 0  # held-out tasks of `evaluate`; 0: as configured
+    mode: str = ""
+
+
+def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
+    """Everything but the loop. Raises ValueError, ModelError, TasksError, PortBusy, OSError."""
+    addresses = json.loads((options.run / "addresses.json").read_text())
+    tls = Tls(**config.tls.model_dump())
+    if options.evaluate:
+        chosen = {"tasks": options.tasks or config.eval.tasks, "modes": [options.mode] if options.mode else config.eval.modes}
+        config = config.model_copy(update={"eval": config.eval.model_copy(update=chosen)})
+    hf_config = read_config(options.run / "model")
+    spec = ModelSpec.from_hf(hf_config)
+    weights = None
+    if config.model.path:
+        spec, weights = hf.load(config.model.path)
+    folder = RunFolder(options.run)
+    found = tasks.fetch(addresses["envs"], tls, START_S, stop)
+    vocabulary = Vocabulary(rows=spec.vocab_size, sampleable=spec.vocab_size)
+    control = Control(config, found, options.run, folder.incarnation, vocabulary, folder.event)
+    server, _ = serve(control, addresses["learner"], tls)
+    trainer = Trainer(config, spec, weights)
+    eos = list(eos_ids(hf_config))
+    publisher = Publisher(
+        PublisherOptions(options.run, folder.incarnation),
+        [EngineInfo(e["name"], e["url"], e["pool"], 0, "starting") for e in addresses["engines"]],
+        lambda params, directory: hf.save(params, spec, directory, dtype=config.model.dtype, eos_id=eos),
+        folder.event,
+        control.set_engines,
+    )
+    checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
+    return Run(config, options.run, folder, control, trainer, publisher, checkpoints, server, stop)
+
+
+def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
+    """Returns the exit status: 0 also when it was asked to end."""
+    run = start(options, config, stop)
+    try:
+        if options.resume or options.evaluate:
+            restore(run)
+        if options.evaluate:
+            publish(run, wait=True)
+            evals = evaluate(run, "rl")
+            (options.run / "eval.json").write_text(json.dumps({"updates": run.update, "evals": evals}, indent=1) + "\n")
+            run.control.finish()
+        else:
+            run.folder.begin(run.update)
+            (options.run / SUMMARY).unlink(missing_ok=True)
+            train(run)
+            summarize(run)
+    except Stopped:
+        log.info("asked to end after update %d", run.update)
+        run.folder.event("stopped", {"update": run.update})
+        if not options.evaluate:
+            if run.update or run.control.ledger.warm_update:
+                save(run)
+            summarize(run)
+    finally:
+        close(run)
+    return 0
+
+
+def close(run: Run) -> None:
+    """Wait for what is being written, and end the threads."""
+    run.checkpoints.close()
+    run.publisher.close()
+    time.sleep(0.5)  # actors hear "no more" at their next call
+    run.server.stop(2.0).wait()
+    run.folder.close()
