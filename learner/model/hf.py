@@ -126,6 +126,18 @@ def abstract_state(spec: ModelSpec) -> nnx.State:
     return nnx.state(nnx.eval_shape(lambda: Qwen3(spec, rngs=nnx.Rngs(0))), nnx.Param)
 
 
+def random_state(spec: ModelSpec, seed: int = 0) -> nnx.State:
+    """Random parameters (NumPy), for a model that gets its weights later; nothing is compiled to make them."""
+    generator = np.random.default_rng(seed)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if len(leaf.shape) == 1:
+            return np.ones(leaf.shape, np.float32)
+        return generator.normal(0, 0.02, leaf.shape).astype(np.float32)
+
+    return jax.tree.map(draw, abstract_state(spec))
+
+
 def weight_files(directory: str | Path) -> list[Path]:
     """The safetensors files of a model directory. Raises ModelError when there are none, or one of the index is gone."""
     folder = Path(directory)

@@ -116,15 +116,10 @@ def _model(args: argparse.Namespace, spec: ModelSpec):  # noqa: ANN202 - the typ
     from flax import nnx
 
     from learner.model import hf
-    from learner.model.qwen3 import Qwen3
     from learner.serving.api import params_of
 
-    if args.load_format == "dummy":
-        model = Qwen3(spec, rngs=nnx.Rngs(0), dtype=hf.DTYPES[args.dtype])
-        state = nnx.state(model, nnx.Param)
-    else:
-        _, state = hf.load(args.model_path)
-        model = hf.build(spec, state, args.dtype)
+    state = hf.random_state(spec) if args.load_format == "dummy" else hf.load(args.model_path)[1]
+    model = hf.build(spec, state, args.dtype)
     nnx.update(model, params_of(state, args.dtype))
     return model
 

@@ -35,7 +35,7 @@ class SlotTable:
 
         A request continues in the slot whose tokens it extends. Otherwise it gets the slot that was free for longest,
         and the shared prefix is copied there: the owner of the longest match may still come back for the rest of it.
-        The last token is never taken from the cache: decoding starts with it. Raises IndexError when all are busy.
+        The last token is never taken from the cache: decoding starts with it. Raises ValueError when all are busy.
         """
         usable = len(sequence) - 1
         equal = self._ids[:, :usable] == sequence[:usable]

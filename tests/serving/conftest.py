@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,11 +33,19 @@ def make_request(rid: str, prompt: list[int], new: int = 8, temperature: float =
     return Request(rid, np.asarray(prompt, np.int32), new, temperature, seed, tuple(stops), True)
 
 
+@partial(jax.jit, static_argnums=0)
+def _all_logits(graph, state, ids):
+    """One compilation for all lengths: what stands after the sequence cannot be seen from inside it."""
+    model = nnx.merge(graph, state)
+    return model.logits(model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)))
+
+
 def model_logprobs(model: Qwen3, request: Request) -> np.ndarray:
     """log p of each output token under the training forward pass, of softmax(z / T) as the engine reports it."""
-    ids = jnp.asarray(request.sequence())[None]
-    hidden = model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
-    logits = np.asarray(model.logits(hidden), np.float64)[0] / (request.temperature or 1.0)
+    sequence = request.sequence()
+    ids = np.zeros((1, SHAPE.max_length), np.int32)
+    ids[0, : len(sequence)] = sequence
+    logits = np.asarray(_all_logits(nnx.graphdef(model), nnx.state(model), ids), np.float64)[0] / (request.temperature or 1.0)
     logits -= logits.max(-1, keepdims=True)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     start = len(request.prompt)
