@@ -33,7 +33,6 @@ class MetricsLog:
         self._board = EventFileWriter(str(run))
         start = SessionLog(status=SessionLog.START)  # TensorBoard forgets earlier points from this step on
         self._board.add_event(Event(wall_time=time.time(), step=begin + 1, session_log=start))
-        self._board.flush()
 
     def write(self, update: int, values: Mapping[str, Any]) -> list[str]:
         """One line, on disk when this returns. Values are numbers, or short strings (not for TensorBoard).
