@@ -65,7 +65,7 @@ class Engines:
     def __init__(self, vocabulary: Vocabulary, timeout_s: float) -> None:
         self._vocabulary = vocabulary
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # SGLang's server drops idle connections after 5 s
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5),
             cookie_jar=aiohttp.DummyCookieJar(),
         )

@@ -14,7 +14,7 @@ from actors.chat import Chat
 from actors.codec import ByteLevelCodec
 from actors.engines import Engines
 from actors.envs import Envs
-from actors.rollout import Parts
+from actors.rollout import Parts, Wait, run_rollout
 from actors.toolcalls import TurnParser
 from common import convert, wire
 from common.proto import rl_pb2 as pb
@@ -162,6 +162,28 @@ def turns(*plans: list[int]):
         return plans[(prompt.count(2) - 2) // 2]
 
     return reply
+
+
+async def play(
+    work: Assignment, engine: FakeEngine, chat: Chat | None = None, domain: ScriptedDomain | None = None
+) -> Trajectory:
+    async with env_server(domain or ScriptedDomain()) as server:
+        table = ready(engine)
+        async with toy_parts([f"127.0.0.1:{server.port}"], table, chat) as parts:
+            return await run_rollout(work, parts, Wait())
+
+
+def prompts(engine: FakeEngine) -> list[list[int]]:
+    return [body["input_ids"] for path, body in engine.calls if path == "/generate"]
+
+
+def answer(ids: list[int], finish: str, **meta) -> dict:
+    base = {
+        "finish_reason": {"type": finish},
+        "output_token_logprobs": [[-0.5, i, None] for i in ids],
+        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
+    }
+    return {"output_ids": ids, "meta_info": {**base, **meta}}
 
 
 class ScriptedLearner(pb_grpc.LearnerServiceServicer):

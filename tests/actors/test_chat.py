@@ -150,6 +150,15 @@ def test_untrusted_text_decodes_to_itself(text: str) -> None:
 _CODEC: list[ByteLevelCodec] = []
 
 
+def test_011_a_tokenizer_whose_plain_text_makes_control_tokens_is_refused(tmp_path: Path) -> None:
+    described = json.loads((TINY / "tokenizer.json").read_text())
+    token = {"id": described["model"]["vocab"]["or"], "content": "or", "special": True}
+    described["added_tokens"].append({**described["added_tokens"][0], **token})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(CodecError, match="control tokens out of plain text: 'or'"):
+        ByteLevelCodec(tmp_path / "tokenizer.json").encode_text("or")
+
+
 def test_template_that_rewrites_history_is_refused() -> None:
     rewriting = CHATML.replace("m.content", "(m.content if loop.last or m.role != 'assistant' else '')")
     with pytest.raises(TemplateError, match="once each"):

@@ -19,22 +19,22 @@ from actors.toolcalls import TurnParser
 from common.convert import trajectory_bytes, trajectory_parse
 from common.record import full_prompt, segments
 from common.seeds import derive_seed, turn_seed
-from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Source, Status, Trajectory, VersionRun
+from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Source, Status, VersionRun
 from common.validate import RecordError, check
-from tests.actors.servers import ScriptedDomain, assignment, env_server, eventually, ready, toy_parts, turns
+from tests.actors.servers import (
+    ScriptedDomain,
+    answer,
+    assignment,
+    env_server,
+    eventually,
+    play,
+    prompts,
+    ready,
+    toy_parts,
+    turns,
+)
 from tests.actors.toy import OPENS_THINKING, VOCABULARY, Toy, toy_chat
-from tests.fakes import DROP, HANG, Answer, FakeEngine
-
-
-async def play(work, engine: FakeEngine, chat=None, domain: ScriptedDomain | None = None) -> Trajectory:
-    async with env_server(domain or ScriptedDomain()) as server:
-        table = ready(engine)
-        async with toy_parts([f"127.0.0.1:{server.port}"], table, chat) as parts:
-            return await run_rollout(work, parts, Wait())
-
-
-def prompts(engine: FakeEngine) -> list[list[int]]:
-    return [body["input_ids"] for path, body in engine.calls if path == "/generate"]
+from tests.fakes import HANG, Answer, FakeEngine
 
 
 async def test_001_sampled_ids_are_never_rebuilt_from_text() -> None:
@@ -83,15 +83,6 @@ async def test_008_token_values_decide_nothing() -> None:
         record = await play(assignment(["done"]), engine)
     assert record.steps[0].action_ids.tolist() == [2, 5, 2]
     assert segments(record)[0].mask.sum() == 3
-
-
-def answer(ids: list[int], finish: str, **meta) -> dict:
-    base = {
-        "finish_reason": {"type": finish},
-        "output_token_logprobs": [[-0.5, i, None] for i in ids],
-        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
-    }
-    return {"output_ids": ids, "meta_info": {**base, **meta}}
 
 
 async def test_006_a_turn_that_begins_inside_the_reasoning() -> None:
@@ -175,85 +166,6 @@ async def test_deadline_without_an_engine_is_a_failure_that_names_the_wait() -> 
     assert record.flags == ("reason:deadline: engine.ready engine-0 starting version 0 loading after 0.3 s",)
 
 
-async def test_an_engine_that_dies_is_replaced_by_another() -> None:
-    with FakeEngine(reply=turns([5, 2], [6, 2])) as first, FakeEngine(reply=turns([5, 2], [6, 2])) as second:
-        first.script("/generate", DROP)
-        domain = ScriptedDomain()
-        async with env_server(domain) as server, toy_parts([f"127.0.0.1:{server.port}"], ready(first, second)) as parts:
-            record = await run_rollout(assignment(["he", "done"]), parts, Wait())
-    assert record.status == Status.TERMINATED
-    assert [step.versions[0].engine for step in record.steps] == ["engine-1", "engine-1"]  # and it stays there
-    assert record.metrics["engine_retries"] == 1
-    assert len(domain.actions) == 2
-    seeds = [body["sampling_params"]["sampling_seed"] for path, body in first.calls + second.calls if path == "/generate"]
-    assert seeds == [turn_seed(7, 0), turn_seed(7, 0), turn_seed(7, 1)]  # a try has the seed of its turn
-    rids = [body["rid"] for path, body in first.calls + second.calls if path == "/generate"]
-    assert len(set(rids)) == 3
-
-
-async def test_an_engine_that_restarts_serves_again_once_it_has_weights() -> None:
-    """A restarted engine answers with version "default": nobody's policy."""
-    with FakeEngine(reply=turns([5, 2])) as engine:
-        nobodys = answer([5, 2], "stop", weight_versions=[{"version": "default", "start": 0, "end": 2}])
-        engine.script("/generate", Answer(200, nobodys))
-        record = await play(assignment(["done"]), engine)
-    assert record.steps[0].versions == (VersionRun(0, 1, "engine-0", "main"),)
-    assert record.metrics["engine_retries"] == 1
-
-
-async def test_an_aborted_turn_goes_on_after_its_tokens() -> None:
-    with FakeEngine(reply=lambda prompt, sampling: [6, 2]) as engine:
-        engine.script("/generate", Answer(200, answer([7, 5], "abort")))
-        record = await play(assignment(["done"]), engine)
-        prompt = record.steps[0].context_ids.tolist()
-        assert [body["sampling_params"]["max_new_tokens"] for _, body in engine.calls] == [16, 14]
-    assert record.steps[0].action_ids.tolist() == [7, 5, 6, 2]
-    assert prompts(engine)[-1] == [*prompt, 7, 5]
-    assert record.steps[0].finish == Finish.STOP
-
-
-async def test_an_engine_that_refuses_fails_the_rollout_with_its_message() -> None:
-    with FakeEngine() as engine:
-        engine.script("/generate", Answer(400, {"error": {"message": "longer than the model's context length"}}))
-        record = await play(assignment(["done"]), engine)
-    assert record.status == Status.FAILED
-    assert "longer than the model's context length" in record.flags[0]
-    assert record.metrics["engine_retries"] == 0
-
-
-@pytest.mark.parametrize(
-    ("broken", "says"),
-    [
-        (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None]]), "2 output_ids, but 1 token logprobs"),
-        (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None], [-0.5, 5, None]]), "or of other ids"),
-        (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None], [None, 2, None]]), "logprob None"),
-        (answer([7, 360], "stop"), "sampled id 360"),
-        (answer([7, 2], "weird"), "finish 'weird'"),
-        (answer([], "stop"), "with 0 of at most"),
-        (answer([7] * 17, "length"), "with 17 of at most 16"),
-        (answer([7, 2], "stop", weight_versions=[{"version": "1", "start": 0, "end": 1}]), "do not cover 2 tokens"),
-        (answer([7, 2], "stop", weight_versions=[{"version": "1", "start": 1, "end": 2}]), "do not cover 2 tokens"),
-        ({"text": ""}, "an answer without"),
-    ],
-)
-async def test_an_answer_that_breaks_the_record_is_not_trained(broken: dict, says: str) -> None:
-    with FakeEngine() as engine:
-        engine.script("/generate", Answer(200, broken))
-        record = await play(assignment(["done"]), engine)
-    assert record.status == Status.FAILED
-    assert says in record.flags[0]
-
-
-async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
-    with FakeEngine() as engine:
-        chat = toy_chat()
-        chat.codec.control["<|im_end|>"] = 2
-        chat.codec.encode_text = lambda text: [384]
-        record = await play(assignment(["done"]), engine, chat)
-        assert engine.calls == []
-    assert "prompt id 384 is outside 0..383" in record.flags[0]
-
-
 async def test_a_crash_of_the_environment_is_infrastructure() -> None:
     domain = ScriptedDomain()
     with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
@@ -327,14 +239,6 @@ async def test_076_a_cancellation_that_is_not_ours_is_a_failed_rollout(error: Ba
         record = await run_rollout(assignment(["he"]), Parts(parts.chat, parts.parser, VOCABULARY, parts.engines, envs), Wait())
     assert record.status == Status.FAILED
     assert "cancel" in record.flags[0].lower()
-
-
-async def test_076_an_engine_abort_is_resumed_and_bounded() -> None:
-    with FakeEngine() as engine:
-        engine.script("/generate", *[Answer(200, answer([], "abort", weight_versions=[]))] * 8)
-        record = await play(assignment(["done"]), engine)
-    assert record.status == Status.FAILED
-    assert "8 tries of one turn" in record.flags[0]
 
 
 def test_002_a_turn_with_unequal_arrays_is_refused_whole() -> None:
