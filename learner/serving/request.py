@@ -169,7 +169,7 @@ def _read_one(prompt: Any, rid: Any, params: Any, return_logprob: bool, limits: 
         raise BadRequest(f"rid is {rid!r}; it must be a string.")
     _refuse_unsupported(params)
     ids = _prompt_ids(prompt, limits)
-    new = _integer(params, "max_new_tokens", 128, 0, 2**31 - 1)
+    new = _integer(params, "max_new_tokens", min(128, limits.max_length - len(ids)), 0, 2**31 - 1)
     if len(ids) + new > limits.max_length:
         raise BadRequest(
             f"Requested token count exceeds the model's maximum context length of {limits.max_length} tokens. You requested a"

@@ -77,6 +77,10 @@ def test_stops_are_asked_ones_and_eos_unless_ignored():
     assert one(max_new_tokens=1, stop_token_ids=[9], ignore_eos=True).stops == ()
 
 
+def test_the_default_length_fits():
+    assert one().max_new_tokens == 46
+
+
 def test_tiny_temperatures_are_greedy_and_missing_seeds_differ():
     assert one(max_new_tokens=1, temperature=1e-7).temperature == 0
     assert one(max_new_tokens=1, sampling_seed=7).seed == 7
