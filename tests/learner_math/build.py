@@ -80,12 +80,12 @@ def rollout(
     )
 
 
-def chain(turns: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> list[Step]:
+def chain(turns: Sequence[tuple[Sequence[int], Sequence[int], float]], logprob: float = -1.0) -> list[Step]:
     """Append-only steps from (context, action, reward)."""
     steps: list[Step] = []
     length = 0
     for index, (context, action, reward) in enumerate(turns):
-        steps.append(turn(context, action, reward, index - 1, length))
+        steps.append(turn(context, action, reward, index - 1, length, logprob=logprob))
         length += len(context) + len(action)
     return steps
 
@@ -101,7 +101,7 @@ def random_rollout(rng: np.random.Generator, name: str, turns: int = 2, vocab: i
     """A few turns of random tokens with a random outcome reward of 0 or 1."""
     parts = [(rng.integers(0, vocab, rng.integers(2, 6)), rng.integers(0, vocab, rng.integers(1, 4)), 0.0) for _ in range(turns)]
     parts[-1] = (*parts[-1][:2], float(rng.integers(0, 2)))
-    return rollout(chain(parts), name)
+    return rollout(chain(parts, -float(np.log(vocab))), name)
 
 
 def config(**tables) -> RunConfig:

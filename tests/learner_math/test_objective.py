@@ -15,7 +15,6 @@ from learner.objective import add, build_network, contribution, random_policy
 from learner.pack import Aggregation, Example, Shape, pack
 from tests.learner_math.build import SPEC, config
 
-
 POLICY = random_policy(SPEC, 1)
 SHAPE = Shape(20, 2)
 
