@@ -84,22 +84,26 @@ class Envs:
             raise EnvLost(f"no env server for domain {task.domain!r}; there are {sorted(self._replicas)}")
         request = pb.OpenRequest(session_id=session_id, task=convert.task_to(task), with_reference=with_reference)
         delay, avoid = FIRST_DELAY_S, ""
-        while True:
-            replica = self._choose(task.domain, avoid)
-            try:
-                reply = await replica.stub.Open(request, timeout=CALL_S)
-                return self._opened(replica, request, reply)
-            except grpc.aio.AioRpcError as error:
-                avoid = replica.address
-                if error.code() in _AGAIN:
-                    self._close_soon(replica, session_id)  # it may have opened there all the same
-                elif error.code() != Code.RESOURCE_EXHAUSTED:
-                    raise EnvLost(_why(replica, "Open", error)) from error
-            except asyncio.CancelledError:
+        doubtful: set[Replica] = set()  # may hold the session although no answer came
+        try:
+            while True:
+                replica = self._choose(task.domain, avoid)
+                doubtful.add(replica)
+                try:
+                    reply = await replica.stub.Open(request, timeout=CALL_S)
+                    doubtful.remove(replica)
+                    return self._opened(replica, request, reply)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() == Code.RESOURCE_EXHAUSTED:
+                        doubtful.remove(replica)
+                    elif error.code() not in _AGAIN:
+                        raise EnvLost(_why(replica, "Open", error)) from error
+                    avoid = replica.address
+                await asyncio.sleep(delay * (0.5 + self._random.random()))
+                delay = min(2 * delay, LONGEST_DELAY_S)
+        finally:
+            for replica in doubtful:
                 self._close_soon(replica, session_id)
-                raise
-            await asyncio.sleep(delay * (0.5 + self._random.random()))
-            delay = min(2 * delay, LONGEST_DELAY_S)
 
     def _choose(self, domain: str, avoid: str) -> Replica:
         every = self._replicas[domain]

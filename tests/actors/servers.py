@@ -256,6 +256,7 @@ async def learner_server(learner: ScriptedLearner) -> AsyncIterator[str]:
 
 
 async def eventually(condition) -> None:
-    """Wait until `condition()` holds; the test's own timeout is the limit."""
-    while not condition():  # noqa: ASYNC110 - the condition is on another thread or process
-        await asyncio.sleep(0.005)
+    """Wait until `condition()` holds; a minute is for ever."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - the condition is on another thread or process
+            await asyncio.sleep(0.005)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from actors.engines import Engines
 from actors.rollout import Wait, run_rollout
 from common.seeds import turn_seed
-from common.types import Finish, Status, VersionRun
+from common.types import EngineInfo, Finish, Status, VersionRun
+from common.validate import Vocabulary
 from tests.actors.servers import ScriptedDomain, answer, assignment, env_server, play, prompts, ready, toy_parts, turns
 from tests.actors.toy import toy_chat
 from tests.fakes import DROP, Answer, FakeEngine
@@ -40,11 +44,13 @@ async def test_an_engine_that_restarts_serves_again_once_it_has_weights() -> Non
 
 async def test_an_aborted_turn_goes_on_after_its_tokens() -> None:
     with FakeEngine(reply=lambda prompt, sampling: [6, 2]) as engine:
-        engine.script("/generate", Answer(200, answer([7, 5], "abort")))
+        older = [{"version": "3", "start": 0, "end": 2}]
+        engine.script("/generate", Answer(200, answer([7, 5], "abort", weight_versions=older)))
         record = await play(assignment(["done"]), engine)
         prompt = record.steps[0].context_ids.tolist()
         assert [body["sampling_params"]["max_new_tokens"] for _, body in engine.calls] == [16, 14]
     assert record.steps[0].action_ids.tolist() == [7, 5, 6, 2]
+    assert record.steps[0].versions == (VersionRun(0, 3, "engine-0", "main"), VersionRun(2, 1, "engine-0", "main"))
     assert prompts(engine)[-1] == [*prompt, 7, 5]
     assert record.steps[0].finish == Finish.STOP
 
@@ -97,3 +103,24 @@ async def test_076_an_engine_abort_is_resumed_and_bounded() -> None:
         record = await play(assignment(["done"]), engine)
     assert record.status == Status.FAILED
     assert "8 tries of one turn" in record.flags[0]
+
+
+async def test_a_rollout_stays_on_its_engine_while_that_is_ready() -> None:
+    engines = Engines(Vocabulary(384, 356), timeout_s=1.0)
+
+    def table(*rows: tuple[str, int]) -> None:
+        url = "http://127.0.0.1:9"
+        engines.update(EngineInfo(f"engine-{n}", url, "main", version, state) for n, (state, version) in enumerate(rows))
+
+    table(("ready", 1), ("ready", 1))
+    assert (await engines.pick("engine-1")).name == "engine-1"
+    assert (await engines.pick("")).name == "engine-0"
+    table(("ready", 2), ("updating", 1))
+    assert (await engines.pick("engine-1")).name == "engine-0"
+    table(("ready", 0), ("quarantined", 1))  # version 0: no published weights yet
+    assert engines.ready() == []
+    waiting = asyncio.create_task(engines.pick("engine-1"))
+    await asyncio.sleep(0)
+    table(("ready", 0), ("ready", 3))
+    assert (await waiting).version == 3
+    await engines.close()

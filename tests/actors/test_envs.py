@@ -38,6 +38,14 @@ class LosesAnswers(EnvService):
         return reply
 
 
+class LosesOpens(LosesAnswers):
+    async def Open(self, request, context):
+        reply = await super().Open(request, context)
+        if self.codes:
+            await context.abort(self.codes.popleft(), "lost")
+        return reply
+
+
 async def served(service: EnvService) -> tuple[grpc.aio.Server, str]:
     server = wire.aio_server()
     pb_grpc.add_EnvServiceServicer_to_server(service, server)
@@ -118,15 +126,38 @@ async def test_a_session_that_the_server_lost_is_known_by_the_next_heartbeat() -
         await envs.close()
 
 
-async def test_a_draining_replica_gets_no_new_sessions() -> None:
+async def test_heartbeats_tell_who_drains_and_how_full_a_replica_is() -> None:
     async with env_server(ScriptedDomain()) as one, env_server(ScriptedDomain()) as other:
-        envs = Envs({"scripted": [f"127.0.0.1:{server.port}" for server in (one, other)]})
+        addresses = [f"127.0.0.1:{server.port}" for server in (one, other)]
+        somebody, envs = Envs({"scripted": addresses[1:]}), Envs({"scripted": addresses})
+        await somebody.open(TASK, "theirs", False)
+        await envs.renew()
+        assert {envs._choose("scripted", "").address for _ in range(20)} == {addresses[0]}
         one.sessions.draining = True
         await envs.renew()
-        for n in range(4):
-            await envs.open(TASK, f"s-{n}", False)
-        assert len(other.sessions) == 4
+        assert {envs._choose("scripted", "").address for _ in range(20)} == {addresses[1]}
+        await somebody.close()
         await envs.close()
+
+
+async def test_a_lost_answer_to_open_is_asked_for_again_and_nothing_stays_behind() -> None:
+    """On the only replica the same session is joined; on another one, the first is told to close."""
+    domain = ScriptedDomain()
+    alone = LosesOpens(domain, [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+    server, address = await served(alone)
+    envs = Envs({"scripted": [address]})
+    session = await envs.open(TASK, "s-1", False)
+    assert (await envs.step(session, 0, Action("a"))).messages[0].text == "he"
+    assert len(alone.live) == 1
+    async with env_server(domain) as second:
+        both = Envs({"scripted": [address, f"127.0.0.1:{second.port}"]})
+        alone.codes.append(grpc.StatusCode.UNAVAILABLE)
+        both._replicas["scripted"][1].reported = 99  # the first replica is tried first
+        assert (await both.open(TASK, "s-2", False)).replica.address == f"127.0.0.1:{second.port}"
+        await eventually(lambda: len(alone.live) == 1)
+        await both.close()
+    await envs.close()
+    await server.stop(0)
 
 
 async def test_an_unknown_domain_and_a_wrong_task_are_clear() -> None:

@@ -19,7 +19,7 @@ from actors.toolcalls import TurnParser
 from common.convert import trajectory_bytes, trajectory_parse
 from common.record import full_prompt, segments
 from common.seeds import derive_seed, turn_seed
-from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Source, Status, VersionRun
+from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Observation, Source, Status, VersionRun
 from common.validate import RecordError, check
 from tests.actors.servers import (
     ScriptedDomain,
@@ -34,7 +34,7 @@ from tests.actors.servers import (
     turns,
 )
 from tests.actors.toy import OPENS_THINKING, VOCABULARY, Toy, toy_chat
-from tests.fakes import HANG, Answer, FakeEngine
+from tests.fakes import DROP, HANG, Answer, FakeEngine
 
 
 async def test_001_sampled_ids_are_never_rebuilt_from_text() -> None:
@@ -210,7 +210,7 @@ async def test_sessions_are_closed_however_a_rollout_ends() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert domain.closed == 1
+            await eventually(lambda: domain.closed == 1)
         assert server.sessions.idle.is_set()
 
 
@@ -239,6 +239,29 @@ async def test_076_a_cancellation_that_is_not_ours_is_a_failed_rollout(error: Ba
         record = await run_rollout(assignment(["he"]), Parts(parts.chat, parts.parser, VOCABULARY, parts.engines, envs), Wait())
     assert record.status == Status.FAILED
     assert "cancel" in record.flags[0].lower()
+
+
+async def test_deadline_while_no_engine_serves_fails_a_rollout_that_had_turns() -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", Answer(200, answer([7, 2], "stop")), *[DROP] * 20)
+        record = await play(assignment(["he"] * 5, Limits(8, 300, 0.6)), engine)
+    assert record.status == Status.FAILED
+    assert record.flags[0].startswith("reason:deadline: engine.ready")
+    assert len(record.steps) == 1
+
+
+def test_failure_takes_back_rewards_and_the_environments_metrics() -> None:
+    tape = Tape(assignment(["he"]))
+    turn = TurnParser(toy_chat().codec, 2).parse([5, 2], Finish.STOP, 0)
+    context = toy_chat().opening("", "", [Message("user", "he")])
+    tape.append(context, Sampled([5, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    tape.observe(Observation((), 0.5, Status.RUNNING, {"success": 1.0}), 0.1)
+    tape.fail("the disk is full")
+    record = tape.trajectory(VOCABULARY)
+    assert record.flags == ("reason:the disk is full",)
+    assert len(record.steps) == 1
+    assert record.total_reward == 0
+    assert "success" not in record.metrics
 
 
 def test_002_a_turn_with_unequal_arrays_is_refused_whole() -> None:
