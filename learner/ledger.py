@@ -183,8 +183,6 @@ class Ledger:
         touched = []
         waiting = [(g, r) for g in self.groups.values() if g.kind is Kind.RL for r in g.rollouts if r.state is State.WAITING]
         for group, rollout in waiting:
-            if rollout.state is not State.WAITING:
-                continue  # its group was settled by a member before it
             live = [self.live(version) for version in rollout.versions]
             if any(live) if self.rules.on_stale == "mask" else all(live):
                 continue

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from common.convert import trajectory_bytes
-from common.types import Assignment, Source
+from common.types import Assignment, Source, Task
 from learner.inbox import frames
 from learner.rollouts import Kind
 from tests.control.scripted import Clock, EventLog, engine, failed, hand_in, make_control, step, trajectory
@@ -32,7 +33,7 @@ def lease(control, capacity=100, actor="actor-0") -> list[Assignment]:
 def in_background(function, *args):
     """Run `function` on a thread; returns a function that waits for its result."""
     box = []
-    thread = threading.Thread(target=lambda: box.append(function(*args)))
+    thread = threading.Thread(target=lambda: box.append(function(*args)), daemon=True)
     thread.start()
 
     def result():
@@ -41,6 +42,11 @@ def in_background(function, *args):
         return box[0]
 
     return result
+
+
+def unsampled():
+    """A step without logprobs and versions."""
+    return replace(step([3], []), action_logprobs=np.zeros(0, np.float32))
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------
@@ -160,6 +166,8 @@ def test_002_unequal_arrays_are_refused_by_name_and_nothing_is_stored(tmp_path):
     [
         ({"group_id": "1-g000077"}, "assignment: group_id"),
         ({"attempt": 5}, "assignment: attempt"),
+        ({"task": Task("toy", "train-99", 0, {})}, "assignment: task"),
+        ({"source": Source.EXTERNAL, "steps": (unsampled(),)}, "assignment: source"),
         ({"steps": (step([3], [(0, 9)]),)}, "version_exists"),
         ({"steps": (step([95], [(0, 1)]),)}, "ids_in_vocabulary"),
     ],
@@ -245,6 +253,21 @@ def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp
     counts = control.counts()
     assert (counts["trained"], counts["stale"], counts["open"]) == (3, 1, 0)
     assert control.tokens == {"sampled": 9, "trained": 6}
+
+
+def test_drop_leaves_out_whole_rollouts_and_keeps_their_rewards(tmp_path):
+    control, _, _ = started(tmp_path, learner={"on_stale": "drop"})
+    control.ledger.update = 2
+    control.published(3, 2)
+    control.set_engines([engine(3)])
+    assigned = lease(control, 4)
+    for i, a in enumerate(assigned):
+        hand_in(control, trajectory(a, steps=(step([3, 4], [(0, 1), (1, 3)] if i == 0 else [(0, 3)], float(i)),)))
+    batch = control.take(0)
+    assert [t.total_reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    assert [int(batch.live[a.rollout_id][0].sum()) for a in assigned] == [0, 2, 2, 2]
+    assert batch.lags[assigned[0].rollout_id] == 2
+    assert (batch.lag_max, batch.live_tokens, batch.stale) == (0, 6, 1)
 
 
 def test_039_equal_prompts_do_not_merge_groups(tmp_path):

@@ -99,7 +99,9 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     """100 bytes in all: 52 for the first frame; 52 more do not fit, 32 do, at the same place."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["refused", "('0001-000000.spool', 52)"]
-    assert [payload for _, payload in frames(tmp_path / "0001-000000.spool")] == [b"a" * 40, b"c" * 20]
+    path = tmp_path / "0001-000000.spool"
+    assert [payload for _, payload in frames(path)] == [b"a" * 40, b"c" * 20]
+    assert path.stat().st_size == 52 + 32
 
 
 WRITER = """

@@ -26,13 +26,20 @@ class LedgerMachine(RuleBasedStateMachine):
         take=st.sampled_from(["fixed", "drain"]),
         max_lag=st.integers(0, 2),
         attempts=st.integers(1, 3),
+        warm=st.booleans(),
     )
-    def begin(self, on_stale, take, max_lag, attempts):
+    def begin(self, on_stale, take, max_lag, attempts, warm):
         self.rules = rules(
-            on_stale=on_stale, take=take, max_lag=max_lag, max_attempts=attempts, updates=6, warm_updates=2, warm_rollouts=2
+            on_stale=on_stale,
+            take=take,
+            max_lag=max_lag,
+            max_attempts=attempts,
+            updates=6,
+            warm_updates=2 * warm,
+            warm_rollouts=2,
         )
         self.ledger = Ledger(self.rules, 1)
-        self.version, self.now, self.warm = 1, 0.0, True
+        self.version, self.now, self.warm = 1, 0.0, warm
         self.dispatched: dict[Kind, set[str]] = {kind: set() for kind in Kind}
         self.stored: set[tuple[str, int]] = set()  # (rollout, attempt) that was accepted with a score
         self.trained: set[str] = set()
@@ -71,6 +78,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.delivered(rollout.id, versions, ("f", 0))
         assert self.ledger.standing(*key) is Standing.DUPLICATE
 
+    @rule(old=st.integers(0, 2))
+    def deliver_everything(self, old):
+        self.lease(100)
+        while self.leased(0):
+            self.deliver(0, old)
+
     @rule(pick=picks)
     def deliver_again(self, pick):
         if self.stored:
@@ -101,9 +114,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.dispatched[Kind.EVAL] |= {r.id for r in group.rollouts}
         self.ledger.lease("a", 1, Kind.EVAL, self.now)
 
-    @rule(kind=st.sampled_from(list(Kind)))
-    def cancel(self, kind):
+    @rule(kind=st.sampled_from(list(Kind)), pick=picks)
+    def cancel(self, kind, pick):
+        if pick % 5 and not self.batch:
+            return  # seldom: it undoes what the other rules have built up
         self.ledger.cancel(kind)
+        assert all(r.state is State.TRAINING or r.state not in OPEN for r in self.ledger.rollouts(kind))
 
     # ---- what the training loop does -----------------------------------------------------------------------
 
@@ -142,6 +158,18 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.purge()
         self.batch = []
 
+    @rule(old=st.integers(0, 2), count=st.integers(1, 3), last=st.sampled_from(["commit", "abandon", "leave"]))
+    def updates(self, old, count, last):
+        """The usual course of things, so that histories get somewhere."""
+        for i in range(count):
+            self.deliver_everything(old)
+            self.take()
+            if last == "leave" and i == count - 1:
+                break  # the update is still running when the next rule comes
+            self.finish_update(last == "abandon" and i == 0)
+            if self.warm and self.ledger.warm_update == self.rules.warm_updates:
+                self.start_rl()
+
     @rule()
     def start_rl(self):
         if not self.batch:
@@ -150,15 +178,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def checkpoint(self):
-        if self.batch:
-            return
         book = ({k: set(v) for k, v in self.dispatched.items()}, set(self.stored), set(self.trained), self.version, self.warm)
         self.saved = (json.dumps(self.ledger.state()), book)
 
-    @rule()
-    def restart(self):
+    @rule(pick=picks)
+    def restart(self, pick):
         """Kill and resume: everything is as it was, but what was out is out no more."""
-        if not self.saved:
+        if not self.saved or pick % 3:
             return
         text, (dispatched, stored, trained, version, warm) = self.saved
         self.ledger = Ledger(self.rules, self.ledger.incarnation + 1)
@@ -217,6 +243,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLedger = LedgerMachine.TestCase

@@ -181,6 +181,11 @@ def test_partial_messages_are_bounded_in_bytes_and_in_time():
     now[0] = 1000.0
     assert partials.add(("d", 1, "x"), chunks[0]) is None  # c was silent for too long
     assert partials.bytes == 40
+    roomy = Partials(limit=10**6, clock=lambda: now[0])
+    roomy.add(("e", 1, "x"), chunks[0])
+    now[0] = 2000.0
+    roomy.add(("f", 1, "x"), chunks[0])
+    assert roomy.bytes == 40
     assert partials.add(("d", 1, "x"), chunks[0]) is None  # a sender that starts again counts once
     assert partials.bytes == 40
 
