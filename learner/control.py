@@ -87,8 +87,7 @@ class Control:
         self._enter("rl", Kind.WARM)
 
     def finish(self) -> None:
-        """Nothing is leased any more and everything open, but the running update, is cancelled. A state that should be
-        resumed is taken before."""
+        """Lease nothing any more; cancel all but the running update. A state to resume from is taken before."""
         with self._changed:
             self.no_more = True
             self._enter("done", *Kind)
@@ -141,23 +140,26 @@ class Control:
             self._events("update_abandoned", {"update": batch.update, "rollouts": count, "reason": reason})
             self._forget()
 
-    def evaluate(self, label: str, version: int, modes: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def evaluate(
+        self, label: str, version: int, modes: Sequence[str] = (), stop: Callable[[], bool] = lambda: False
+    ) -> list[dict[str, Any]]:
         """Held-out success of `version` in each mode (those of the configuration by default); entries of summary.json.
 
-        Returns by eval.deadline_s; what is not done by then counts as failed. Engines should be held at `version`.
+        Returns by eval.deadline_s; what is not done by then counts as failed. Engines should be held at `version`. When
+        `stop` says so or the run has ended, nothing is recorded and the result is empty.
         """
         limit = self.config.eval.deadline_s
         with self._changed:
             self.evaluation.start(self.ledger, label, version, modes or self.config.eval.modes)
             deadline = self._clock() + limit
-            while self.evaluation.open and self._pause("evaluate", deadline, limit):
+            while self.evaluation.open and not stop() and self._pause("evaluate", deadline, limit):
                 self._tick()
             if late := self.evaluation.open:
                 why = progress.wait_sentence(self, self._clock())
                 self._events("evaluation_incomplete", {"rollouts": len(late), "why": why})
                 self.ledger.cancel(Kind.EVAL)
             self.wait_name = ""
-            results, failed = self.evaluation.finish()
+            results, failed = self.evaluation.finish(recorded=not (late and (self.no_more or stop())))
             self._events("evaluation", {"results": results, "failed": failed})
             return results
 

@@ -118,11 +118,11 @@ class Evaluation:
         if rollout_id in self.open:
             self._job(rollout_id).given_up(rollout_id)
 
-    def finish(self) -> tuple[list[dict[str, Any]], int]:
-        """Results, and how many rollouts failed; what is still open counts as failed."""
+    def finish(self, recorded: bool = True) -> tuple[list[dict[str, Any]], int]:
+        """Results (none unless `recorded`), and how many rollouts failed; what is still open counts as failed."""
         for rollout_id in self.open:
             self.given_up(rollout_id)
-        results = [entry for job in self.jobs for entry in job.results()]
+        results = [entry for job in self.jobs for entry in job.results() if recorded]
         failed = sum(sum(job.failed.values()) for job in self.jobs)
         self.results += results
         self.jobs = []

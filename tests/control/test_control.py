@@ -311,7 +311,8 @@ def test_071_finish_wakes_the_waiting_and_every_open_rollout_is_cancelled(tmp_pa
     taken, evaluated = in_background(control.take, 60.0), in_background(control.evaluate, "rl", 1)
     control.finish()
     assert taken() is None
-    assert [entry["n"] for entry in evaluated()] == [0]
+    assert evaluated() == []
+    assert control.evaluation.results == []
     counts = control.counts()
     assert counts == {"dispatched": 8, "open": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 8}
     assert len(control.renew("actor-0", [(a.rollout_id, a.attempt) for a in out], [], {})) == 8
@@ -412,6 +413,19 @@ def test_evaluation_waits_for_its_version_and_gives_up_at_its_deadline(tmp_path)
     assert events.of("evaluation_incomplete")[0]["rollouts"] == 2
     assert events.of("rollout_failed")[0]["reason"] == "other_version"
     assert hand_in(control, trajectory(held[2], version=2)) == "SUPERSEDED"
+
+
+def test_a_stopped_evaluation_records_nothing(tmp_path):
+    control, _, events = started(tmp_path)
+    stop = threading.Event()
+    result = in_background(control.evaluate, "rl", 1, (), stop.is_set)
+    while not control.evaluation.open:
+        pass
+    stop.set()
+    control.set_engines([engine(1)])
+    assert result() == [] == control.evaluation.results
+    assert control.counts(Kind.EVAL)["cancelled"] == 3
+    assert events.of("evaluation_incomplete")[0]["rollouts"] == 3
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------
