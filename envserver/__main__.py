@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         domain = load_domain(config.name, config.options, config.instructions)
         asyncio.run(serve(domain, config, settings))
-    except (cli.ConfigError, DomainError, wire.PortBusy) as error:
+    except (cli.ConfigError, DomainError, wire.PortBusy, FileNotFoundError) as error:  # the last: files of `tls`
         print("polyturn: error: " + " | ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     return 0

@@ -102,10 +102,10 @@ class Domain(ABC):
     tools: ClassVar[list[Json]]  # OpenAI function schemas
     template: ClassVar[str] = ""  # instructions; empty: instructions.txt in the domain's folder
     options_model: ClassVar[type[Options]] = Options
-    has_reference: ClassVar[bool] = False
+    has_reference: bool = False
     # Whether reset, step and close may wait or compute for long. False runs them on the server's event loop: right only
     # for pure computation of well under a millisecond, where the hop to a thread would cost more than the work.
-    blocking: ClassVar[bool] = True
+    blocking: bool = True
 
     def __init__(self, options: Mapping[str, Any] | None = None, instructions: str = "") -> None:
         """`instructions` names a file that replaces the domain's own. Raises DomainError."""

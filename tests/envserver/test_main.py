@@ -67,6 +67,7 @@ def test_it_serves_and_ends_on_sigterm(tmp_path):
         ({"domain": "frozen"}, {"domain": "frozen"}, "unknown domain 'frozen'; known domains: arithmetic, frozenlake"),
         ({}, {"domain": "chess"}, "domain 'chess' is not in this run's config; it has: frozenlake"),
         ({}, {"replica": 1}, "replica 1 of domain 'frozenlake'"),
+        ({"extra": "[tls]\ncert = 'no.pem'\nkey = 'no.pem'\nca = 'no.pem'"}, {}, "No such file or directory: 'no.pem'"),
         ({"addresses": {}}, {}, "no addresses for domain 'frozenlake'"),
     ],
 )
