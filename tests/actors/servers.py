@@ -194,7 +194,8 @@ class ScriptedLearner(pb_grpc.LearnerServiceServicer):
         self.engines = [convert.engine_to(engine) for engine in engines]
         self.incarnation = 1
         self.rows: dict[tuple[str, int], Trajectory] = {}
-        self.leases: list[int] = []
+        self.leases: list[int] = []  # capacities that were asked for
+        self.leased = self.most_at_once = 0
         self.renewals: list[pb.RenewRequest] = []
         self.cancel: list[tuple[str, int]] = []
         self.words: deque[int | grpc.StatusCode | str] = deque()
@@ -205,6 +206,8 @@ class ScriptedLearner(pb_grpc.LearnerServiceServicer):
     async def Lease(self, request, context):
         self.leases.append(request.capacity)
         out = [self.todo.popleft() for _ in range(min(request.capacity, len(self.todo)))]
+        self.leased += len(out)
+        self.most_at_once = max(self.most_at_once, self.leased - len(self.rows))
         return pb.LeaseReply(
             incarnation=self.incarnation,
             assignments=[convert.assignment_to(a) for a in out],
