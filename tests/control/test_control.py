@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +48,14 @@ def in_background(function, *args):
 def unsampled():
     """A step without logprobs and versions."""
     return replace(step([3], []), action_logprobs=np.zeros(0, np.float32))
+
+
+def wait_until(true):
+    for _ in range(2000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happened")
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------
@@ -128,6 +137,16 @@ def test_077_one_row_however_often_it_is_sent(tmp_path):
     assert control.deliveries == {"stored": 2, "duplicate": 2}
     paths = list((tmp_path / "inbox").glob("*.spool"))
     assert [len(list(frames(path))) for path in paths] == [2]
+
+
+def test_077_two_copies_read_at_the_same_time_are_one_row(tmp_path):
+    """Both were EXPECTED when they arrived; the second to take the lock is a duplicate, a late one superseded."""
+    control, _, _ = started(tmp_path)
+    a, b = lease(control, 2)
+    data = trajectory_bytes(trajectory(a))
+    assert [control.deliver(1, (a.rollout_id, 1), data).status for _ in range(2)] == ["STORED", "DUPLICATE"]
+    control.finish()
+    assert control.deliver(1, (b.rollout_id, 1), trajectory_bytes(trajectory(b))).status == "SUPERSEDED"
 
 
 def test_deliveries_of_an_older_incarnation_are_superseded(tmp_path):
@@ -353,9 +372,9 @@ def test_097_evaluation_goes_first_and_leaves_training_untouched(tmp_path):
     control, _, _ = started(tmp_path / "with")
     plain, _, _ = started(tmp_path / "without")
     result = in_background(control.evaluate, "rl", 1, ["greedy", "sampled"])
-    assigned: list[Assignment] = []
-    while len(assigned) < 6:
-        assigned += [a for a in lease(control, 6 - len(assigned)) if a.purpose == "eval"]
+    wait_until(lambda: control.evaluation.open)
+    assigned = lease(control, 6)
+    assert {a.purpose for a in assigned} == {"eval"}
     assert {a.sampling.temperature for a in assigned} == {0.0, 1.0}
     assert sorted({a.task.id for a in assigned}) == ["heldout-0", "heldout-1", "heldout-2"]
     for a in assigned[:5]:
@@ -376,9 +395,9 @@ def test_097_evaluation_goes_first_and_leaves_training_untouched(tmp_path):
 def test_097_a_held_out_rollout_sent_to_training_is_refused(tmp_path):
     control, _, _ = started(tmp_path)
     result = in_background(control.evaluate, "rl", 1)
-    held: list[Assignment] = []
-    while not held:
-        held = [a for a in lease(control, 1) if a.purpose == "eval"]
+    wait_until(lambda: control.evaluation.open)
+    held = lease(control, 1)
+    assert held[0].purpose == "eval"
     train = next(a for a in lease(control) if a.purpose == "train")
     disguised = trajectory(held[0], rollout_id=train.rollout_id, group_id=train.group_id)
     assert hand_in(control, disguised) == "REFUSED"
@@ -395,8 +414,7 @@ def test_evaluation_waits_for_its_version_and_gives_up_at_its_deadline(tmp_path)
     control, clock, events = started(tmp_path)
     control.set_engines([engine(1)])
     result = in_background(control.evaluate, "rl", 2)
-    while not control.evaluation.open:
-        pass
+    wait_until(lambda: control.evaluation.open)
     assert all(a.purpose == "train" for a in lease(control))
     assert "no engine serves version 2: engine-0 is ready at version 1" in control.status()["sentence"]
     control.published(2, 0)
@@ -419,8 +437,7 @@ def test_a_stopped_evaluation_records_nothing(tmp_path):
     control, _, events = started(tmp_path)
     stop = threading.Event()
     result = in_background(control.evaluate, "rl", 1, (), stop.is_set)
-    while not control.evaluation.open:
-        pass
+    wait_until(lambda: control.evaluation.open)
     stop.set()
     control.set_engines([engine(1)])
     assert result() == [] == control.evaluation.results

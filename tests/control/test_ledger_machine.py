@@ -29,7 +29,7 @@ class LedgerMachine(RuleBasedStateMachine):
         warm=st.booleans(),
     )
     def begin(self, on_stale, take, max_lag, attempts, warm):
-        self.rules = rules(
+        self.numbers = rules(
             on_stale=on_stale,
             take=take,
             max_lag=max_lag,
@@ -38,7 +38,7 @@ class LedgerMachine(RuleBasedStateMachine):
             warm_updates=2 * warm,
             warm_rollouts=2,
         )
-        self.ledger = Ledger(self.rules, 1)
+        self.ledger = Ledger(self.numbers, 1)
         self.version, self.now, self.warm = 1, 0.0, warm
         self.dispatched: dict[Kind, set[str]] = {kind: set() for kind in Kind}
         self.stored: set[tuple[str, int]] = set()  # (rollout, attempt) that was accepted with a score
@@ -58,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.dispatched[kind] |= {r.id for r in group.rollouts}
             leased += self.ledger.lease("a", count - len(leased), kind, self.now)
         assert len({r.id for r in leased}) == len(leased) <= count
-        assert all(1 <= r.tries <= self.rules.max_attempts for r in leased)
+        assert all(1 <= r.tries <= self.numbers.max_attempts for r in leased)
 
     def leased(self, pick: int) -> Rollout | None:
         out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED]
@@ -130,14 +130,14 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         groups = self.ledger.take(kind)
         assert groups == [] or len(groups) >= self.ledger.need(kind)
-        assert len(groups) <= self.ledger.need(kind) or self.rules.take == "drain"
+        assert len(groups) <= self.ledger.need(kind) or self.numbers.take == "drain"
         assert [g.ordinal for g in groups] == sorted(g.ordinal for g in groups)
         members = [r for g in groups for r in g.rollouts if r.state is State.TRAINING]
         for rollout in members:
             assert (rollout.id, rollout.answered) in self.stored
             if kind is Kind.RL:
                 lags = [self.ledger.lag(v) for v in rollout.versions]
-                assert (min if self.rules.on_stale == "mask" else max)(lags) <= self.rules.max_lag
+                assert (min if self.numbers.on_stale == "mask" else max)(lags) <= self.numbers.max_lag
         if kind is Kind.RL:
             assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
         self.batch = [r.id for r in members]
@@ -167,7 +167,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if last == "leave" and i == count - 1:
                 break  # the update is still running when the next rule comes
             self.finish_update(last == "abandon" and i == 0)
-            if self.warm and self.ledger.warm_update == self.rules.warm_updates:
+            if self.warm and self.ledger.warm_update == self.numbers.warm_updates:
                 self.start_rl()
 
     @rule()
@@ -187,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.saved or pick % 3:
             return
         text, (dispatched, stored, trained, version, warm) = self.saved
-        self.ledger = Ledger(self.rules, self.ledger.incarnation + 1)
+        self.ledger = Ledger(self.numbers, self.ledger.incarnation + 1)
         self.ledger.restore(json.loads(text))
         self.dispatched = {k: set(v) for k, v in dispatched.items()}
         self.stored, self.trained, self.version, self.warm = set(stored), set(trained), version, warm
@@ -207,10 +207,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def within_capacity(self):
         rl = [g for g in self.ledger.groups.values() if g.kind is Kind.RL]
-        left = self.rules.updates - self.ledger.update
-        assert len(rl) <= min(self.rules.max_lag + 1, left) * self.rules.groups_per_update
+        left = self.numbers.updates - self.ledger.update
+        assert len(rl) <= min(self.numbers.max_lag + 1, left) * self.numbers.groups_per_update
         warm = [g for g in self.ledger.groups.values() if g.kind is Kind.WARM]
-        assert len(warm) <= min(2, self.rules.warm_updates - self.ledger.warm_update) * self.rules.warm_rollouts
+        assert len(warm) <= min(2, self.numbers.warm_updates - self.ledger.warm_update) * self.numbers.warm_rollouts
 
     @invariant()
     def one_place_each(self):
@@ -226,9 +226,9 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.finish_update(False)
         for _ in range(300):
-            if self.warm and self.ledger.warm_update == self.rules.warm_updates:
+            if self.warm and self.ledger.warm_update == self.numbers.warm_updates:
                 self.start_rl()
-            if self.ledger.update == self.rules.updates:
+            if self.ledger.update == self.numbers.updates:
                 break
             self.time_passes(20.0)
             self.lease(100)
@@ -236,7 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.deliver(0, 0)
             self.take()
             self.finish_update(False)
-        assert self.ledger.update == self.rules.updates
+        assert self.ledger.update == self.numbers.updates
         self.ledger.cancel(*Kind)
         assert self.ledger.counts(*Kind)["open"] == 0
         assert self.ledger.groups == {}
