@@ -126,6 +126,7 @@ def _model(args: argparse.Namespace, spec: ModelSpec):  # noqa: ANN202 - the typ
 
 def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it looks for TPUs, and says so when there are none
     try:
         args = parse(arguments)
         config = read_config(args.model_path)

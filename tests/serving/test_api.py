@@ -33,8 +33,25 @@ class Client:
             return answer.status, (await answer.json() if answer.content_type == "application/json" else await answer.text())
 
     async def generate(self, ids, new=6, **rest):
-        params = {"max_new_tokens": new, "sampling_seed": 1, "ignore_eos": True, "top_k": -1, "top_p": 1.0} | rest.pop("params", {})
+        params = {"max_new_tokens": new, "sampling_seed": 1, "ignore_eos": True, "top_k": -1, "top_p": 1.0} | rest.pop(
+            "params", {}
+        )
         return await self.post("/generate", {"input_ids": ids, "sampling_params": params, "return_logprob": True} | rest)
+
+    async def healthy(self):
+        return (await self.get("/health"))[0] == 200
+
+    async def has_waiting(self):
+        return (await self.get("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] > 0
+
+    async def has_none_waiting(self):
+        return not await self.has_waiting()
+
+
+async def until(condition):
+    """The server has no way to call back: ask it again and again."""
+    while not await condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +71,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def served(loop, models):
-    """A server on its own port, and a client: (runner, client, server)."""
+    """The loop, and a client of a server on a port of its own."""
 
     async def begin():
         server = Server(make_model(0), Served(SPEC, (2,), SHAPE, "float32", str(models / "m0"), "auto", "default"))
@@ -65,12 +82,11 @@ def served(loop, models):
         client = Client(f"http://127.0.0.1:{runner.addresses[0][1]}", aiohttp.ClientSession())
         assert (await client.get("/health"))[0] == 503  # listening, not ready
         server.start()
-        while (await client.get("/health"))[0] != 200:
-            await asyncio.sleep(0.05)
+        await until(client.healthy)
         return server, runner, client
 
     server, runner, client = loop.run(begin())
-    yield loop, client, server
+    yield loop, client
 
     async def end():
         await client.session.close()
@@ -81,7 +97,7 @@ def served(loop, models):
 
 
 def test_generate_has_the_fields_of_sglang(served):
-    loop, client, _ = served
+    loop, client = served
     status, body = loop.run(client.generate([10, 20, 30], rid="mine"))
     meta = body["meta_info"]
     assert status == 200
@@ -100,7 +116,7 @@ def test_generate_has_the_fields_of_sglang(served):
 
 
 def test_a_batch_is_a_list_in_order(served):
-    loop, client, _ = served
+    loop, client = served
     status, body = loop.run(client.generate([[10, 20, 30], [7]], rid=["a", "b"]))
     single = loop.run(client.generate([7]))[1]
     assert status == 200
@@ -109,7 +125,7 @@ def test_a_batch_is_a_list_in_order(served):
 
 
 def test_no_new_tokens_is_an_empty_answer(served):
-    loop, client, _ = served
+    loop, client = served
     status, body = loop.run(client.generate([1, 2], new=0))
     assert (status, body["output_ids"], body["meta_info"]["finish_reason"]) == (200, [], {"type": "length", "length": 0})
     assert body["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 0}]
@@ -125,12 +141,12 @@ def test_no_new_tokens_is_an_empty_answer(served):
     ],
 )
 def test_error_bodies_of_generate(served, body, message):
-    loop, client, _ = served
+    loop, client = served
     assert loop.run(client.post("/generate", body)) == (400, {"error": {"message": message}})
 
 
 def test_not_json(served):
-    loop, client, _ = served
+    loop, client = served
 
     async def send():
         async with client.session.post(client._base + "/generate", data=b"{oops") as answer:
@@ -143,7 +159,7 @@ def test_not_json(served):
 
 def test_update_pause_continue(served, models):
     """A request sent during the pause waits, and is answered by the new version."""
-    loop, client, _ = served
+    loop, client = served
 
     async def play():
         assert await client.post("/pause_generation", {"mode": "retract"}) == (
@@ -151,8 +167,7 @@ def test_update_pause_continue(served, models):
             {"message": "Generation paused successfully.", "status": "ok"},
         )
         late = asyncio.create_task(client.generate([10, 20, 30]))
-        while (await client.get("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] == 0:
-            await asyncio.sleep(0.01)
+        await until(client.has_waiting)
         update = await client.post(
             "/update_weights_from_disk", {"model_path": str(models / "m1"), "weight_version": "7", "flush_cache": True}
         )
@@ -181,7 +196,7 @@ def test_update_pause_continue(served, models):
     ],
 )
 def test_failed_updates_change_nothing(served, models, tmp_path, body, message):
-    loop, client, _ = served
+    loop, client = served
     if body["model_path"] == "OTHER":
         hf.write_config(type(SPEC)(32, 16, 32, 2, 4, 2, 8, 1e4), tmp_path, "float32", 2)
         hf.save(hf.random_state(type(SPEC)(32, 16, 32, 2, 4, 2, 8, 1e4)), type(SPEC)(32, 16, 32, 2, 4, 2, 8, 1e4), tmp_path)
@@ -195,20 +210,19 @@ def test_failed_updates_change_nothing(served, models, tmp_path, body, message):
 
 
 def test_update_without_a_path_is_sglangs_validation_error(served):
-    loop, client, _ = served
+    loop, client = served
     status, body = loop.run(client.post("/update_weights_from_disk", {}))
     assert (status, body["object"], body["type"], body["code"]) == (400, "error", "Bad Request", 400)
     assert "model_path" in body["message"]
 
 
 def test_abort_by_id_and_all(served):
-    loop, client, _ = served
+    loop, client = served
 
     async def play(body):
         await client.post("/pause_generation", {"mode": "retract"})
         task = asyncio.create_task(client.generate([1, 2], rid="gone"))
-        while (await client.get("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] == 0:
-            await asyncio.sleep(0.01)
+        await until(client.has_waiting)
         assert (await client.generate([1], rid="gone"))[1]["error"]["message"] == "Duplicate request ID detected: gone"
         assert await client.post("/abort_request", {"rid": "unknown"}) == (200, "")
         assert await client.post("/abort_request", body) == (200, "")
@@ -222,23 +236,21 @@ def test_abort_by_id_and_all(served):
 
 
 def test_a_client_that_goes_away_aborts_its_request(served):
-    loop, client, server = served
+    loop, client = served
 
     async def play():
         await client.post("/pause_generation", {"mode": "retract"})
         task = asyncio.create_task(client.generate([1, 2]))
-        while server.engine.load().waiting == 0:
-            await asyncio.sleep(0.01)
+        await until(client.has_waiting)
         task.cancel()
-        while server.engine.load().waiting:
-            await asyncio.sleep(0.01)
+        await until(client.has_none_waiting)
         await client.post("/continue_generation", {})
 
     loop.run(asyncio.wait_for(play(), 30))
 
 
 def test_flush_pause_modes_and_state(served):
-    loop, client, _ = served
+    loop, client = served
     status, text = loop.run(client.post("/flush_cache"))
     assert status == 200
     assert text.startswith("Cache flushed.")
@@ -251,13 +263,12 @@ def test_flush_pause_modes_and_state(served):
 
 
 def test_flush_while_busy(served):
-    loop, client, _ = served
+    loop, client = served
 
     async def play():
         await client.post("/pause_generation", {"mode": "retract"})
         task = asyncio.create_task(client.generate([1, 2]))
-        while (await client.get("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] == 0:
-            await asyncio.sleep(0.01)
+        await until(client.has_waiting)
         busy = await client.post("/flush_cache")
         waiting = asyncio.create_task(client.post("/flush_cache?timeout=30"))
         await client.post("/continue_generation", {})
@@ -268,7 +279,7 @@ def test_flush_while_busy(served):
 
 
 def test_mixed_load_over_http_compiles_nothing(served, models):
-    loop, client, _ = served
+    loop, client = served
 
     async def play():
         before = (await client.get("/server_info"))[1]
@@ -318,7 +329,7 @@ def test_the_process_serves_a_directory_without_weights_when_asked_and_ends_on_s
             return await client.generate([1, 2, 3], new=4), (await client.get("/server_info"))[1]
 
     try:
-        (status, body), info = asyncio.run(asyncio.wait_for(play(), 90))
+        (status, body), info = asyncio.run(asyncio.wait_for(play(), 250))
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
@@ -343,7 +354,7 @@ def test_wrong_input_is_one_line_and_status_2(models, tmp_path):
         ]
         processes = [launch(*arguments) for arguments, _ in cases]
         for process, (_, message) in zip(processes, cases, strict=True):
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=250)
             assert process.returncode == 2
             assert errors.startswith("polyturn: error: ")
             assert message in errors

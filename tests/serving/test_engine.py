@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -73,7 +75,7 @@ def test_the_length_is_checked_before_the_stop_token(bench):
 def test_the_next_turn_finds_its_own_prefix(bench, model):
     first = bench.run(make_request("t1", PROMPTS[2], 6, 1.0, seed=1))["t1"]
     bench.run(*[make_request(f"x{i}", [60 - i] * 9, 4, 1.0) for i in range(4)])  # others come between
-    follow = first.sequence().tolist() + [9, 8, 7]
+    follow = [*first.sequence().tolist(), 9, 8, 7]
     second = bench.run(make_request("t2", follow, 6, 1.0, seed=2))["t2"]
     # all but the last sampled token, whose key was never written
     assert (first.cached_tokens, second.cached_tokens) == (0, len(first.sequence()) - 1)
@@ -82,8 +84,8 @@ def test_the_next_turn_finds_its_own_prefix(bench, model):
 
 def test_a_shared_prefix_is_copied_and_its_owner_keeps_the_rest(bench, model):
     owner = bench.run(make_request("o", PROMPTS[5], 6, 1.0, seed=1))["o"]
-    fork = bench.run(make_request("f", PROMPTS[5][:10] + [1, 2, 3], 6, 1.0, seed=2))["f"]
-    back = bench.run(make_request("b", owner.sequence().tolist() + [5], 4, 1.0, seed=3))["b"]
+    fork = bench.run(make_request("f", [*PROMPTS[5][:10], 1, 2, 3], 6, 1.0, seed=2))["f"]
+    back = bench.run(make_request("b", [*owner.sequence().tolist(), 5], 4, 1.0, seed=3))["b"]
     assert (fork.cached_tokens, back.cached_tokens) == (10, len(owner.sequence()) - 1)
     for request in (fork, back):
         np.testing.assert_allclose(request.logprobs, model_logprobs(model, request), atol=1e-4)
@@ -130,7 +132,7 @@ def _check_spans(request, expected):
     spans = request.response()["meta_info"]["weight_versions"]
     assert spans[0]["start"] == 0
     assert spans[-1]["end"] == len(request.output)
-    assert all(left["end"] == right["start"] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
     for span in spans:
         part = slice(span["start"], span["end"])
         np.testing.assert_allclose(request.logprobs[part], expected[span["version"]][part], atol=1e-4)
@@ -186,6 +188,6 @@ def test_steady_state_compiles_nothing(bench, model):
         bench.engine.update(state, "default").result(60)
         bench.engine.resume().result(60)
         finished = bench.collect(size)
-        bench.run(*[make_request(f"n{r.rid}", r.sequence().tolist() + [3], 2) for r in finished.values()])
-        bench.run(make_request("fork", PROMPTS[size - 1][:4] + [2, 2], 2))
+        bench.run(*[make_request(f"n{r.rid}", [*r.sequence().tolist(), 3], 2) for r in finished.values()])
+        bench.run(make_request("fork", [*PROMPTS[size - 1][:4], 2, 2], 2))
     assert bench.engine.compilations.total == before

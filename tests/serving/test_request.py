@@ -43,7 +43,10 @@ def test_bad_bodies(body, message):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_new_tokens": 47}, "Requested token count exceeds the model's maximum context length of 48 tokens. You requested a total of 49"),
+        (
+            {"max_new_tokens": 47},
+            "Requested token count exceeds the model's maximum context length of 48 tokens. You requested a total of 49",
+        ),
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer"),
         ({"temperature": -0.5}, "temperature must be a non-negative number, got -0.5"),
         ({"temperature": "hot"}, "temperature must be a non-negative number"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from learner.serving.sampling import _invert, sample
 
 invert = jax.jit(_invert)
+invert_rows = jax.jit(jax.vmap(_invert))
 sample_rows = jax.jit(sample)
 
 
@@ -46,11 +47,27 @@ def test_inversion_golden(uniform, token):
     assert int(invert(probabilities, np.float32(uniform))) == token
 
 
+def test_a_number_on_the_edge_of_a_block_never_gives_a_token_without_probability():
+    """Block sums and running sums round differently: 0 tokens end each block, and the target is where it ends."""
+    rng = np.random.default_rng(0)
+    probabilities = rng.dirichlet(np.full(200, 0.3), 500).astype(np.float32)
+    probabilities[:, 50:64] = 0
+    probabilities[:, 110:128] = 0
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    edges = np.cumsum(probabilities.astype(np.float64), axis=1)[:, 63].astype(np.float32)
+    for uniforms in (edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(1))):
+        tokens = np.asarray(invert_rows(probabilities, uniforms))
+        assert (probabilities[np.arange(500), tokens] > 0).all()
+
+
 def test_frequencies_are_the_softmax_at_the_temperature():
     """20,000 draws of 5 tokens: every frequency within 5 standard deviations of its probability."""
     logits, temperature, draws = np.array([1.0, 0.0, -1.0, 2.0, 0.5], np.float32), 0.7, 20_000
     ids, logprobs = sample_rows(
-        jnp.tile(logits, (draws, 1)), np.arange(draws, dtype=np.uint32), np.full(draws, 9), np.full(draws, temperature, np.float32)
+        jnp.tile(logits, (draws, 1)),
+        np.arange(draws, dtype=np.uint32),
+        np.full(draws, 9),
+        np.full(draws, temperature, np.float32),
     )
     probabilities = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     counts = np.bincount(np.asarray(ids), minlength=5) / draws
@@ -67,6 +84,8 @@ def test_positions_of_one_seed_are_independent_draws():
 
 def test_greedy_logprob_is_unscaled():
     """softmax([0, ln 3]) = [1/4, 3/4]."""
-    ids, logprobs = sample_rows(np.log([[1.0, 3.0]]).astype(np.float32), np.zeros(1, np.uint32), np.zeros(1, int), np.zeros(1, np.float32))
+    ids, logprobs = sample_rows(
+        np.log([[1.0, 3.0]]).astype(np.float32), np.zeros(1, np.uint32), np.zeros(1, int), np.zeros(1, np.float32)
+    )
     assert ids.tolist() == [1]
     np.testing.assert_allclose(logprobs, [np.log(0.75)], rtol=1e-6)
