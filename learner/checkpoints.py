@@ -91,11 +91,13 @@ class Checkpoints:
         steps = committed_steps(self._folder)
         step = steps[-1] if step is None and steps else step
         if step not in steps:
-            raise CheckpointError(f"no committed checkpoint {'' if step is None else f'{step} '}in {self._folder}; it has {steps}")
+            raise CheckpointError(
+                f"no committed checkpoint {'' if step is None else f'{step} '}in {self._folder}; it has {steps}"
+            )
         items = {"arrays": self._args.StandardRestore(), "state": self._args.JsonRestore()}
         found = self._manager.restore(step, args=self._args.Composite(**items))
         self._newest = step
-        return step, {name: np.asarray(array) for name, array in found.arrays.items()}, found.state
+        return step, {name: np.asarray(array) for name, array in found["arrays"].items()}, found["state"]
 
     def close(self) -> None:
         """Finish the save in the background; raise CheckpointError if it failed."""

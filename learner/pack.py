@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+Array = Any  # of NumPy here, traced by JAX inside compiled functions
 
 
 class PackError(ValueError):
@@ -44,17 +46,17 @@ class Example:
 class Microbatch(NamedTuple):
     """What a compiled function sees. `x[b, t]` describes the token `ids[b, t]`; entries outside `mask` mean nothing."""
 
-    ids: np.ndarray  # [B, T] int32
-    positions: np.ndarray  # [B, T] int32, counted in each segment
-    segment_ids: np.ndarray  # [B, T] int32: 1, 2, ... in each row, 0 is padding
-    mask: np.ndarray  # [B, T] bool
-    behaviour: np.ndarray  # [B, T] float32
-    advantages: np.ndarray  # [B, T] float32
-    returns: np.ndarray  # [B, T] float32
-    old_values: np.ndarray  # [B, T] float32
-    temperature: np.ndarray  # [B, T] float32, above 0 everywhere
-    weights: np.ndarray  # [B, T] float32: of the policy's and the supervised loss; 0 outside mask
-    value_weights: np.ndarray  # [B, T] float32: of the value loss
+    ids: Array  # [B, T] int32
+    positions: Array  # [B, T] int32, counted in each segment
+    segment_ids: Array  # [B, T] int32: 1, 2, ... in each row, 0 is padding
+    mask: Array  # [B, T] bool
+    behaviour: Array  # [B, T] float32
+    advantages: Array  # [B, T] float32
+    returns: Array  # [B, T] float32
+    old_values: Array  # [B, T] float32
+    temperature: Array  # [B, T] float32, above 0 everywhere
+    weights: Array  # [B, T] float32: of the policy's and the supervised loss; 0 outside mask
+    value_weights: Array  # [B, T] float32: of the value loss
 
 
 @dataclass(frozen=True)
