@@ -162,7 +162,7 @@ BROKEN = {
         with_step(1, prefix_len=6),
         with_step(1, parent=1),
         with_step(0, prefix_len=1),
-        with_step(0, context_ids=ids_array([]), context_spans=spans_of([])),
+        trajectory(step([], [4])),
     ],
     "ids_in_vocabulary": [
         with_step(0, action_ids=ids_array([4, 10])),

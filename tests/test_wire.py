@@ -24,7 +24,8 @@ from tests.records import difference, step, trajectory
 def test_chunks_may_repeat_and_begin_again(data, size, rng: random.Random):
     chunks = list(split(data, size))
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    sent = chunks[: rng.randint(0, len(chunks) - 1)]  # a first try that is cut off
+    earlier = list(split(data + b"and more", size))  # another try, cut off
+    sent = earlier[: rng.randint(0, len(earlier) - 1)]
     sent += [chunk for chunk in chunks[:-1] for _ in range(rng.randint(1, 2) if chunk.index else 1)]
     assembler = Assembler()
     assert [assembler.add(chunk) for chunk in sent] == [None] * len(sent)
