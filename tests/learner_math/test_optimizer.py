@@ -45,8 +45,15 @@ def test_schedules_at_their_ends():
 
 def test_supervised_steps_have_their_own_rate_and_leave_the_schedule_alone():
     config = OptimizerConfig(lr=1e-3, warmup=10)
-    state, report = jax.jit(make_apply(config))(initial(config, {"x": jnp.ones(2)}), {"x": jnp.ones(2)}, jnp.float32(0.5))
-    assert (float(report.lr), int(state.step), int(state.adam.count)) == (0.5, 0, 1)
+    apply, gradient = jax.jit(make_apply(config)), {"x": jnp.ones(2)}
+    state = initial(config, {"x": jnp.ones(2)})
+    for _ in range(3):
+        state, report = apply(state, gradient, jnp.float32(0.5))
+        assert (float(report.lr), int(state.step)) == (0.5, 0)
+    for count in range(3):  # the schedule begins at its beginning, the moments do not
+        state, report = apply(state, gradient, SCHEDULED)
+        assert float(report.lr) == pytest.approx(1e-4 * count)
+    assert (int(state.step), int(state.adam.count)) == (3, 6)
 
 
 def test_a_step_is_optax_adamw_with_clipping():
