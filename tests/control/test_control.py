@@ -126,6 +126,15 @@ def test_warm_rollouts_need_no_engine_and_come_as_references(tmp_path):
     assert control.tokens == {"sampled": 0, "trained": 0}
 
 
+def test_references_that_are_open_when_rl_starts_are_cancelled(tmp_path):
+    control = make_control(tmp_path, Clock(), warm={"updates": 2, "rollouts_per_update": 3})
+    control.start_warm()
+    out = lease(control)
+    control.start_rl()
+    assert control.counts(Kind.WARM)["cancelled"] == 6
+    assert hand_in(control, trajectory(out[0])) == "SUPERSEDED"
+
+
 # ---- deliveries ---------------------------------------------------------------------------------------------
 
 
@@ -301,7 +310,7 @@ def test_039_equal_prompts_do_not_merge_groups(tmp_path):
     assert all(len({t.group_id for t in group}) == 1 for group in batch.groups)
 
 
-def test_take_waits_for_the_last_member_and_is_woken_by_it(tmp_path):
+def test_take_waits_for_the_last_member(tmp_path):
     control = make_control(tmp_path)
     control.published(1, 0)
     control.set_engines([engine(1)])
@@ -344,6 +353,7 @@ def test_a_wait_names_what_it_waits_for(tmp_path):
     assigned = lease(control, 4)
     clock.now = 6.5
     assert control.take(0) is None
+    assert control.take(0) is None  # told once, not at every look
     status = control.status()
     assert status["sentence"] == "learner waits for 2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
     assert status["waits"][0] | {"on": ""} == {"owner": "learner", "name": "take", "on": "", "seconds": 6.5, "deadline": 0}
@@ -431,6 +441,20 @@ def test_evaluation_waits_for_its_version_and_gives_up_at_its_deadline(tmp_path)
     assert events.of("evaluation_incomplete")[0]["rollouts"] == 2
     assert events.of("rollout_failed")[0]["reason"] == "other_version"
     assert hand_in(control, trajectory(held[2], version=2)) == "SUPERSEDED"
+
+
+def test_evaluation_gives_up_on_rollouts_of_actors_that_vanish(tmp_path):
+    control, clock, events = started(tmp_path, learner={"max_attempts": 1})
+    result = in_background(control.evaluate, "rl", 1)
+    wait_until(lambda: control.evaluation.open)
+    held = lease(control, 3)
+    hand_in(control, trajectory(held[0]))
+    clock.now = 11.0  # the lease is 10 s, the deadline of the evaluation 30 s
+    control.set_engines([engine(1)])
+    (entry,) = result()
+    assert (entry["n"], events.of("evaluation")[0]["failed"]) == (1, 2)
+    assert events.of("evaluation_incomplete") == []
+    assert control.reasons(Kind.EVAL) == {"failed": {"lease_expired": 2}}
 
 
 def test_a_stopped_evaluation_records_nothing(tmp_path):
@@ -522,6 +546,8 @@ def test_spool_files_go_once_a_committed_checkpoint_does_not_need_them(tmp_path)
     second = control.state()
     assert second["spool"] == ["0001-000001.spool"]
     assert len(files()) == 2  # saved, but not committed
+    control.committed(first)
+    assert len(files()) == 2  # the newer file holds rollouts that still wait
     control.committed(second)
     assert files() == ["0001-000001.spool"]
 
