@@ -249,6 +249,16 @@ def test_arithmetic_generators_agree_with_the_calculator_and_have_the_asked_size
         assert task.payload["expression"] in task.payload["question"]
 
 
+def test_arithmetic_skips_problems_whose_answer_was_rounded():
+    domain = Arithmetic({"generator": "basic_arithmetic", "min_terms": 3, "max_terms": 4, "max_digits": 1})
+    entries = [domain.dataset[seed] for seed in range(300)]
+    rounded = {entry["question"] for entry in entries if calculate(entry["metadata"]["expression"]) != entry["answer"]}
+    assert rounded
+    tasks = [task for split in ("train", "heldout") for task in domain.tasks(split, 120)]
+    assert max(task.seed for task in tasks) > 200
+    assert not rounded & {task.payload["question"] for task in tasks}
+
+
 def test_arithmetic_options_that_contradict_are_refused():
     with pytest.raises(DomainError, match="min_terms and min_digits must not exceed"):
         Arithmetic({"min_terms": 5, "max_terms": 3})
