@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 
 import jax
@@ -53,17 +54,21 @@ def model_logprobs(model: Qwen3, request: Request) -> np.ndarray:
 
 
 class Bench:
-    """An engine with a mailbox for finished requests."""
+    """An engine with a mailbox for finished requests. `then` runs once, when the next ones finish, before more is sampled."""
 
     def __init__(self, model: Qwen3, shape: EngineShape = SHAPE) -> None:
         self.done: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.then: list[Callable[[], Future]] = []  # commands for the engine, posted from its own thread: no race
+        self.answers: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self.engine = Engine(model, shape, "default", self._deliver)
         self.engine.start()
-        assert self.engine.ready.wait(60)
+        assert self.engine.ready.wait(240)
 
     def _deliver(self, requests) -> None:
         for request in requests:
             self.done.put(request)
+        while self.then:
+            self.answers.put(self.then.pop(0)())
 
     def run(self, *requests: Request) -> dict[str, Request]:
         self.engine.submit(requests)

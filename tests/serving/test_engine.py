@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import itertools
 
 import numpy as np
@@ -97,7 +99,7 @@ def test_065_no_key_survives_a_weight_update(bench, model):
     before = bench.run(make_request("b", PROMPTS[5], 8, 0.0))["b"]
     bench.engine.update(nnx.state(new, nnx.Param), "2").result(60)
     after = bench.run(make_request("a", PROMPTS[5], 8, 0.0))["a"]
-    fresh_bench = Bench(new)
+    fresh_bench = Bench(new, replace(SHAPE, widths=(48,)))
     fresh = fresh_bench.run(make_request("f", PROMPTS[5], 8, 0.0))["f"]
     fresh_bench.engine.stop()
     bench.engine.update(nnx.state(model, nnx.Param), "default").result(60)
@@ -110,21 +112,36 @@ def test_pause_update_continue_under_load_loses_nothing(bench, model):
     """Tokens before the switch have the old weights' logprobs, tokens after it the new ones', and the spans say which."""
     new = make_model(1)
     requests = [make_request(str(i), prompt, 24, 1.0, seed=i) for i, prompt in enumerate(PROMPTS[:7])]
+    requests[0].max_new_tokens = 2  # when it ends, others are half way, or waiting
+    bench.then.append(lambda: bench.engine.pause("retract"))
     bench.engine.submit(requests)
-    first = bench.done.get(timeout=60)  # by now others are half way or waiting
-    bench.engine.pause("retract").result(60)
+    first = bench.done.get(timeout=60)
+    bench.answers.get(timeout=60).result(60)
     late = make_request("late", PROMPTS[0], 5, 1.0, seed=9)
     bench.engine.submit([late])
     assert bench.engine.load().running == 0
     bench.engine.update(nnx.state(new, nnx.Param), "2").result(60)
     bench.engine.resume().result(60)
-    finished = {first.rid: first} | bench.collect(len(requests) + 1 - 1)
+    finished = {first.rid: first} | bench.collect(len(requests))
     bench.engine.update(nnx.state(model, nnx.Param), "default").result(60)
     assert set(finished) == {str(i) for i in range(7)} | {"late"}
     assert finished["late"].switches == [("2", 0)]
     assert any(len(request.switches) == 2 for request in finished.values())
     for request in finished.values():
         _check_spans(request, {"default": model_logprobs(model, request), "2": model_logprobs(new, request)})
+
+
+def test_an_update_without_a_pause_retracts_running_requests(bench, model):
+    new = make_model(1)
+    requests = [make_request("short", PROMPTS[0], 2, 1.0, seed=1), make_request("long", PROMPTS[1], 40, 1.0, seed=2)]
+    bench.then.append(lambda: bench.engine.update(nnx.state(new, nnx.Param), "2"))
+    bench.engine.submit(requests)
+    bench.collect(1)
+    assert bench.answers.get(timeout=60).result(60) == 1
+    long = bench.collect(1)["long"]
+    bench.engine.update(nnx.state(model, nnx.Param), "default").result(60)
+    assert [version for version, _ in long.switches] == ["default", "2"]
+    _check_spans(long, {"default": model_logprobs(model, long), "2": model_logprobs(new, long)})
 
 
 def _check_spans(request, expected):
@@ -141,16 +158,13 @@ def _check_spans(request, expected):
 
 
 def test_an_abort_keeps_what_was_sampled(bench, model):
-    """The engine is stopped between two dispatches by a pause, so the abort surely meets a running request."""
-    bench.engine.submit([make_request("long", PROMPTS[0], 40, 1.0, seed=1), make_request("other", PROMPTS[1], 6, 1.0, seed=2)])
-    other = bench.collect(1)["other"]
-    bench.engine.abort("nobody").result(60)
-    bench.engine.abort("long").result(60)
-    aborted = bench.collect(1)["long"]
-    assert len(other.output) == 6
-    if aborted.finish["type"] == "abort":
-        assert aborted.finish == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        assert 0 < len(aborted.output) < 40
+    bench.then += [lambda: bench.engine.abort("nobody"), lambda: bench.engine.abort("long")]
+    bench.engine.submit([make_request("long", PROMPTS[0], 40, 1.0, seed=1), make_request("other", PROMPTS[1], 2, 1.0, seed=2)])
+    finished = bench.collect(2)
+    assert len(finished["other"].output) == 2
+    aborted = finished["long"]
+    assert aborted.finish == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    assert 0 < len(aborted.output) < 40
     np.testing.assert_allclose(aborted.logprobs, model_logprobs(model, aborted), atol=1e-4)
 
 
