@@ -58,7 +58,9 @@ print("sharded forward passes agree")
 
 def test_sharded_forward_passes_agree():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert result.returncode == 0, result.stderr
     assert "agree" in result.stdout
 

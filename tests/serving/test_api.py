@@ -83,6 +83,7 @@ def served(loop, models):
         assert (await client.get("/health"))[0] == 503  # listening, not ready
         server.start()
         await until(client.healthy)
+        assert server.engine.ready.is_set()
         return server, runner, client
 
     server, runner, client = loop.run(begin())
