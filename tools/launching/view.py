@@ -76,7 +76,7 @@ class PlainView:
     def __init__(self, poller: Poller, out: TextIO) -> None:
         self._poller, self._out = poller, out
         self._position: tuple[Any, Any] = (None, None)
-        self._evals = 0
+        self._evals: set[str] = set()  # already said; a learner that restarts reports them again
         self._spoken = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -98,10 +98,10 @@ class PlainView:
         if position != self._position:
             self._position = position
             self.say(words.line(report))
-        evals = words.rows(report, "evals")
-        for row in evals[self._evals :]:
-            self.say(words.evaluation(row))
-        self._evals = len(evals)
+        for said in map(words.evaluation, words.rows(report, "evals")):
+            if said not in self._evals:
+                self._evals.add(said)
+                self.say(said)
         if time.monotonic() - self._spoken > QUIET_S:
             waits = words.waits(report, 2) or [f"{name} {state}" for name, state in states.items() if state != "running"]
             self.say(
