@@ -48,6 +48,7 @@ class Stage:
         (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
         self.config = self.folder / "demo.toml"
         self.config.write_text(CONFIG.format(tokenizer=tokenizer, engine=self.engine))
+        self.launchers: list[subprocess.Popen[str]] = []
         self.play(self.script)
 
     @property
@@ -66,7 +67,7 @@ class Stage:
             "SCRIPT": str(self.folder / "script.json"),
             "PYTHONPATH": str(REPOSITORY),
         }
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, str(RUN_FAKE), *arguments],
             cwd=self.folder,
             env=environment,
@@ -75,6 +76,16 @@ class Stage:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.launchers.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what a failed test left running; then nothing may be alive."""
+        for process in self.launchers:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        until(lambda: not self.alive(), "every program to end")
 
     def call(self, *arguments: str) -> "Ended":
         """The launcher in this process: for what is refused before anything starts."""

@@ -15,7 +15,9 @@ from tests.launch.stage import REPOSITORY, Stage
 def stage(tmp_path):
     stage = Stage(tmp_path)
     yield stage
-    assert stage.alive() == []
+    left = stage.alive()
+    stage.close()
+    assert left == []
 
 
 def refused(stage, ended, *parts):

@@ -18,7 +18,9 @@ ALL_UP = "finish " + " ".join(f"{name}:1" for name in ALL)
 def stage(tmp_path):
     stage = Stage(tmp_path)
     yield stage
-    assert stage.alive() == []
+    left = stage.alive()
+    stage.close()
+    assert left == []
 
 
 def test_a_clean_end(stage):
