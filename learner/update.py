@@ -221,7 +221,7 @@ class Trainer:
 
 
 def _snapshot(tree: Any) -> Any:
-    """A copy in host memory. (`jax.device_get` may borrow the buffer, which the next step would overwrite.)"""
+    """A copy in host memory. (`jax.device_get` may borrow the buffer instead, which the next step could then not reuse.)"""
     return jax.tree.map(np.array, tree)
 
 

@@ -60,7 +60,9 @@ def test_092_saves_after_a_rollback_take_place(tmp_path):
 
 def test_the_last_step_may_be_saved_twice_but_time_does_not_run_backwards(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    save_all(checkpoints, [5, 5])
+    save_all(checkpoints, [5])
+    checkpoints.save(5, arrays(6), {"other": True})
+    assert checkpoints.restore()[2]["step"] == 5
     with pytest.raises(CheckpointError, match="step 4 comes after step 5"):
         checkpoints.save(4, arrays(4), {})
     assert committed_steps(tmp_path) == [5]
@@ -110,16 +112,20 @@ def test_093_a_sick_state_is_not_saved(tmp_path):
     assert committed_steps(tmp_path) == [5]
 
 
-def test_094_donation_does_not_disturb_a_save(tmp_path):
+def test_094_what_happens_after_a_save_does_not_change_it(tmp_path):
+    """The arrays are donated to the next step, or overwritten, while the save is still writing."""
     checkpoints = Checkpoints(tmp_path, keep=20)
     advance = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jnp.zeros((256, 256))
-    for step in range(1, 13):
-        x = advance(x)
-        checkpoints.save(step, {"x": x}, {})
+    x, y = jnp.zeros((256, 256)), np.zeros((1024, 1024), np.float32)
+    for step in range(1, 9):
+        x, y[:] = advance(x), step
+        checkpoints.save(step, {"x": x, "y": y}, {})
+    y[:] = -1
     checkpoints.wait()
-    for step in range(1, 13):
-        assert (checkpoints.restore(step)[1]["x"] == step).all()
+    for step in range(1, 9):
+        tree = checkpoints.restore(step)[1]
+        assert (tree["x"] == step).all()
+        assert (tree["y"] == step).all()
 
 
 CHILD = """

@@ -126,6 +126,14 @@ def test_an_update_repeats_bit_for_bit_also_from_a_restored_state(grpo):
     assert not same(saved, after)
 
 
+def test_updates_of_any_size_compile_once(grpo):
+    for groups, size in ((4, 3), (2, 2), (9, 4)):
+        grpo.policy_update(batch(groups, groups, size))
+        grpo.restore_tree(grpo.state_tree())
+    compiled = (grpo._policy._accumulate, grpo._policy._nothing, grpo._apply)
+    assert [function._cache_size() for function in compiled] == [1, 1, 1]
+
+
 def test_a_state_of_another_model_is_refused(grpo):
     tree = grpo.state_tree()
     name = next(iter(tree))
