@@ -30,7 +30,7 @@ def committed_steps(folder: str | Path) -> list[int]:
 class Checkpoints:
     """The checkpoints of a run. One thread saves.
 
-    `keep` committed steps stay. A save copies what it is given before it returns; a failure in the background is raised
+    `keep` committed steps stay. Orbax copies what it is given before `save` returns; a failure in the background is raised
     by the next `save` or `wait`.
     """
 
@@ -54,14 +54,14 @@ class Checkpoints:
             return
         if step < self._newest:
             raise CheckpointError(f"step {step} comes after step {self._newest} was saved; restore an older step to go back")
-        copies = {name: np.array(array) for name, array in arrays.items()}
-        for name, array in copies.items():
+        named = {name: np.asarray(array) for name, array in arrays.items()}
+        for name, array in named.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise CheckpointError(f"step {step} is not saved: {name} is not finite")
         for stale in self._manager.all_steps(read=True):
             if stale >= step:
                 self._manager.delete(stale)
-        items = {"arrays": self._args.StandardSave(copies), "state": self._args.JsonSave(dict(state))}
+        items = {"arrays": self._args.StandardSave(named), "state": self._args.JsonSave(dict(state))}
         try:
             begun = self._manager.save(step, args=self._args.Composite(**items), force=True)
         except Exception as error:

@@ -68,7 +68,7 @@ def summed(compiled, params, packed):
     return total
 
 
-def close(a, b, atol=2e-6):
+def close(a, b, atol=3e-5):
     jax.tree.map(partial(np.testing.assert_allclose, atol=atol, rtol=1e-4), a, b)
 
 

@@ -300,6 +300,16 @@ def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo):
     assert metrics["explained_variance"] == pytest.approx(1 - left / whole, abs=1e-4)
 
 
+def test_043_advantages_are_whitened_over_trained_tokens_alone(ppo):
+    """At ratio 1 the policy loss is minus the mean advantage of the trained tokens: 0 once they are white."""
+    groups = with_behaviour(ppo, batch())
+    rich = replace(groups[0][0], steps=tuple(replace(step, reward=50.0) for step in groups[0][0].steps))
+    live = {rich.rollout_id: [np.zeros(len(s.action_ids), bool) for s in rich.steps]}
+    metrics = ppo.policy_update([[rich, *groups[0][1:]], *groups[1:]], live)
+    assert metrics["policy_loss"] == pytest.approx(0, abs=1e-5)
+    assert metrics["return_mean"] < 1  # the rich rollout's old tokens count nowhere
+
+
 def test_a_control_run_and_bfloat16_with_a_separate_critic():
     """Zero advantages: the policy stays, bit for bit. At lr 1e-6 every master of a bfloat16 critic moves."""
     tables = {"model": {"dtype": "bfloat16", "remat": True}, "optimizer": {"lr": 1e-6}}
