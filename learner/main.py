@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from flax import nnx
 
 from common.config import RunConfig
 from common.types import EngineInfo
@@ -26,7 +27,7 @@ from learner.checkpoints import Checkpoints
 from learner.control import Control
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
-from learner.publisher import Publisher, PublisherOptions
+from learner.publisher import NotReady, Publisher, PublisherOptions
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
 from learner.update import Trainer
@@ -80,14 +81,16 @@ class Run:
 def train(run: Run) -> None:
     """From wherever `run` stands to its last update and the final evaluation. Raises Stopped."""
     publish(run, wait=True)
-    if run.config.eval.init:
+    evaluated = {result["phase"] for result in run.control.evaluation.results}
+    if run.config.eval.init and not evaluated:
         evaluate(run, "init")
     if warm_start(run):
         publish(run, wait=True)
-    if run.config.warm.updates:
+    if run.config.warm.updates and not evaluated & {"warm", "rl"}:
         evaluate(run, "warm")
-        if not run.update:
-            save(run)  # a crash in the first updates does not repeat the warm start
+        save(run)  # a crash in the first updates does not repeat the warm start
+    if not run.update:
+        run.trainer.forget_moments()
     run.control.start_rl()
     while run.update < run.config.learner.updates:
         batch = take(run)
@@ -146,7 +149,7 @@ def publish(run: Run, wait: bool = False) -> None:
         try:
             run.publisher.wait_ready(run.version, min(TAKE_S, max(0.0, deadline - time.monotonic())))
             return
-        except Exception:
+        except NotReady:
             if time.monotonic() >= deadline:
                 raise
 
@@ -159,7 +162,9 @@ def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
     if run.stop():
         raise Stopped
     with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
-        results = run.control.evaluate(phase, version)
+        results = run.control.evaluate(phase, version, stop=run.stop)
+    if run.stop():
+        raise Stopped
     for result in results:
         low, high = result["ci95"]
         log.info(
@@ -284,7 +289,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     publisher = Publisher(
         PublisherOptions(options.run, folder.incarnation),
         [EngineInfo(e["name"], e["url"], e["pool"], 0, "starting") for e in addresses["engines"]],
-        lambda params, directory: hf.save(params, spec, directory, dtype=config.model.dtype, eos_id=eos),
+        lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
         folder.event,
         control.set_engines,
     )

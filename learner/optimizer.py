@@ -57,7 +57,7 @@ def make_apply(config: OptimizerConfig) -> Apply:
     """`apply(state, gradient, fixed_lr) -> (state, report)`, to be jitted with the state donated.
 
     A `fixed_lr` of 0 or more is used as it is and leaves `step` alone (the supervised warm start); below 0 the schedule
-    rules. The moments are shared by both, so that reinforcement learning starts with warm ones.
+    rules.
 
     A gradient that is not finite, or is exactly zero, is no step: parameters, moments and counts stay as they are, bit
     for bit. (On a zero gradient Adam would go on along its momentum, and weight decay would pull.)

@@ -33,6 +33,10 @@ class PublishError(RuntimeError):
     """Weights cannot be published or served; the message says which and why."""
 
 
+class NotReady(PublishError):
+    """No engine serves a version yet."""
+
+
 @dataclass(frozen=True)
 class PublisherOptions:
     """Where weights go and how long things may take."""
@@ -131,7 +135,7 @@ class Publisher:
     def wait_ready(self, version: int, timeout: float) -> int:
         """Wait until at least one engine serves `version` or a later one, and return what it serves.
 
-        Raises PublishError after `timeout` seconds, with the state of every engine, or when writing failed.
+        Raises NotReady after `timeout` seconds, with the state of every engine, and PublishError when writing failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._served() >= version, timeout)
@@ -141,7 +145,7 @@ class Publisher:
             return served
         rows = "; ".join(f"{e.name} at {e.url} is {e.state}{f' ({e.reason})' if e.reason else ''}" for e in table)
         held = f"; evaluation holds version {hold.version}" if hold else ""
-        raise PublishError(f"no engine serves version {version} after {timeout:g} s: {rows or 'there are no engines'}{held}")
+        raise NotReady(f"no engine serves version {version} after {timeout:g} s: {rows or 'there are no engines'}{held}")
 
     @contextmanager
     def hold(self, seconds: float, version: int = 0) -> Iterator[int]:

@@ -174,6 +174,11 @@ class Trainer:
             self._bad_updates = 0
         return metrics
 
+    def forget_moments(self) -> None:
+        """Adam starts anew. Gradients of the warm start are ten times those of the policy loss; their second moments would
+        hold policy updates back for hundreds of steps. A learning-rate warm-up covers the first steps without moments."""
+        self._state = self._state._replace(adam=optimizer.initial(self._config.optimizer, self._state.params).adam)
+
     # ---- what others read ----------------------------------------------------------------------------------
 
     @property
