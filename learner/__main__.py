@@ -31,6 +31,7 @@ def main() -> int:
     try:
         config = load(args.run / "config.toml")
         from learner import main as learner  # JAX is imported here, after the arguments and the configuration are checked
+        from learner.assignments import EveryRolloutFails
         from learner.model.spec import ModelError
         from learner.pack import PackError
         from learner.tasks import TasksError
@@ -39,7 +40,7 @@ def main() -> int:
     try:
         options = learner.Options(args.run.resolve(), args.resume, args.eval, args.tasks, args.mode)
         return learner.main(options, config, asked.is_set)
-    except (ConfigError, ModelError, PackError, TasksError, PortBusy) as error:
+    except (ConfigError, EveryRolloutFails, ModelError, PackError, TasksError, PortBusy) as error:
         return refuse(error)
 
 

@@ -32,6 +32,30 @@ class Answer:
 EXPECTED = Answer("EXPECTED")
 
 
+class EveryRolloutFails(RuntimeError):
+    """So many rollouts ran out of attempts, without one that was scored, that going on makes no sense."""
+
+
+@dataclass
+class FailureStreak:
+    """Rollouts that failed for good since the last one that was scored. A task, an engine or a server that is set up
+    wrongly fails every rollout at once: the run then ends with the reason instead of failing for ever."""
+
+    limit: int
+    count: int = 0
+
+    def add(self, reason: str) -> None:
+        self.count += 1
+        self.reason = reason
+
+    def check(self) -> None:
+        """Raises EveryRolloutFails."""
+        if self.count >= self.limit:
+            raise EveryRolloutFails(
+                f"the last {self.count} rollouts all failed, the newest with: {self.reason}; see events.jsonl (rollout_failed)"
+            )
+
+
 def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: Rollout, greedy: bool) -> Assignment:
     limits = domain.limits
     temperature = 0.0 if greedy else config.sampling.temperature

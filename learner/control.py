@@ -19,7 +19,7 @@ from common.convert import ConvertError, trajectory_parse
 from common.types import Assignment, EngineInfo, Source, Task, Trajectory
 from common.validate import RecordError, Vocabulary, sampled_tokens
 from learner import progress
-from learner.assignments import EXPECTED, Answer, Leased, assignment, check_assignment, failure, read, versions_of
+from learner.assignments import EXPECTED, Answer, FailureStreak, Leased, assignment, check_assignment, failure, read, versions_of
 from learner.batch import Batch, build
 from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
 from learner.inbox import Inbox, SpoolError
@@ -30,8 +30,7 @@ from learner.sampler import TaskSampler
 
 TRAINING = (Kind.RL, Kind.WARM)
 TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
-POLL_S = 0.1  # an actor with free slots asks again so soon while there may be work, and so seldom while there is none:
-IDLE_POLL_S = 0.5
+POLL_S, IDLE_POLL_S = 0.1, 0.5  # an actor with free slots asks again so soon while there may be work, and while not
 ACTOR_MEMORY_S = 60.0  # an actor silent for so long leaves the status report
 RATE_WINDOW_S = 30.0  # of tokens per second
 
@@ -73,6 +72,7 @@ class Control:
         self.tokens: Counter[str] = Counter(sampled=0, trained=0)  # of RL rollouts: scored by then, and in the loss
         self.arrivals: deque[tuple[float, int]] = deque()  # time and sampled tokens of recent deliveries
         self.wait_name, self.wait_since, self.wait_limit = "", 0.0, 0.0
+        self._streak = FailureStreak(max(256, 4 * config.algorithm.groups_per_update * config.algorithm.group_size))
         self._stall_told, self._next_tick = 0.0, float("-inf")
         self.no_more = False
         self._spool_of_checkpoints: deque[list[str]] = deque(maxlen=config.checkpoint.keep)
@@ -82,8 +82,7 @@ class Control:
     def start_warm(self) -> None:
         self._enter("warm")
 
-    def start_rl(self) -> None:
-        """Reference rollouts that are still open are cancelled."""
+    def start_rl(self) -> None:  # reference rollouts that are still open are cancelled
         self._enter("rl", Kind.WARM)
 
     def finish(self) -> None:
@@ -106,7 +105,7 @@ class Control:
     def take(self, timeout: float) -> Batch | None:
         """The next update's batch; None after `timeout` seconds or when the run has ended.
 
-        Raises RuntimeError while a batch is out.
+        Raises RuntimeError while a batch is out, EveryRolloutFails when rollouts do nothing but fail.
         """
         kind = Kind.WARM if self.phase == "warm" else Kind.RL
         with self._changed:
@@ -114,6 +113,7 @@ class Control:
             while True:
                 self._tick()
                 self._purge()
+                self._streak.check()
                 groups = self.ledger.take(kind)
                 if groups:
                     self.wait_name = ""
@@ -231,10 +231,9 @@ class Control:
             chosen: list[Rollout] = []
             if self.evaluation.open and self.serves(self.evaluation.version):
                 chosen += self.ledger.lease(actor_id, capacity, Kind.EVAL, now)
-            if self.phase == "warm":
-                chosen += self._lease_training(actor_id, capacity - len(chosen), Kind.WARM, now)
-            elif self.phase == "rl" and self.fresh_engine():
-                chosen += self._lease_training(actor_id, capacity - len(chosen), Kind.RL, now)
+            kind = Kind.WARM if self.phase == "warm" else Kind.RL
+            if self.phase == "warm" or (self.phase == "rl" and self.fresh_engine()):
+                chosen += self._lease_training(actor_id, capacity - len(chosen), kind, now)
             busy = self.phase in ("warm", "rl") or self.evaluation.open
             retry = 0.0 if len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
             return Leased([self._assignment(rollout) for rollout in chosen], retry, self.no_more)
@@ -290,6 +289,7 @@ class Control:
             return self._answer("STORED")
 
     def _store(self, trajectory: Trajectory, group: Group, rollout: Rollout, data: bytes) -> None:
+        self._streak.count = 0
         if group.kind is Kind.EVAL:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
             self.ledger.delivered(rollout.id, versions_of(trajectory), ("", 0))
@@ -313,6 +313,7 @@ class Control:
 
     def _given_up(self, rollout: Rollout) -> None:
         if rollout.state is State.FAILED:  # else it will be tried again
+            self._streak.add(rollout.reason)
             self.evaluation.given_up(rollout.id)
             self._changed.notify_all()
 

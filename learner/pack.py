@@ -102,13 +102,14 @@ class Packed:
         return [arrays[m][row, start : start + length] for m, row, start, length in self.places]
 
 
-def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation) -> Packed:
+def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation, keep_tails: bool = False) -> Packed:
     """Lay the examples out, longest first, each in the first row with room.
 
-    Context after the last trained token is cut if it does not fit a row, and counted. Raises PackError if a trained
-    token does not fit.
+    Context after the last trained token says nothing to a loss on trained tokens and stays out; with `keep_tails` (a
+    critic values the state after it) it is cut only where it does not fit its row, and counted. Raises PackError if a
+    trained token does not fit.
     """
-    lengths = [_fitting_length(example, shape.row_length) for example in examples]
+    lengths = [_fitting_length(example, shape.row_length, keep_tails) for example in examples]
     rows = _first_fit(lengths, shape.row_length)
     count = max(1, -(-len(rows) // shape.rows))
     batches = [_empty(shape) for _ in range(count)]
@@ -125,7 +126,8 @@ def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation) ->
             start += length
     for batch in batches:
         batch.value_weights[batch.mask] = 1 / max(trained, 1)
-    return Packed(batches, places, trained, sum(len(e.ids) for e in examples) - sum(lengths))
+    cut = sum(max(0, len(example.ids) - shape.row_length) for example in examples) if keep_tails else 0
+    return Packed(batches, places, trained, cut)
 
 
 def token_weights(examples: Sequence[Example], aggregation: Aggregation) -> list[float]:
@@ -144,15 +146,14 @@ def token_weights(examples: Sequence[Example], aggregation: Aggregation) -> list
     return [1 / (rollouts * max(trained[example.rollout], 1)) for example in examples]
 
 
-def _fitting_length(example: Example, row_length: int) -> int:
-    if len(example.ids) <= row_length:
-        return len(example.ids)
-    if example.mask[row_length:].any():
-        needed = int(np.flatnonzero(example.mask)[-1]) + 1
-        raise PackError(
-            f"rollout {example.rollout} needs rows of {needed} tokens; set learner.row_length {row_length} at least so high"
-        )
-    return row_length
+def _fitting_length(example: Example, row_length: int, keep_tails: bool) -> int:
+    trained = np.flatnonzero(example.mask)
+    needed = int(trained[-1]) + 1 if len(trained) else 0
+    if needed <= row_length:
+        return min(len(example.ids), row_length) if keep_tails else needed
+    raise PackError(
+        f"rollout {example.rollout} needs rows of {needed} tokens; set learner.row_length {row_length} at least so high"
+    )
 
 
 def _first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

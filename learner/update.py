@@ -93,11 +93,11 @@ class Trainer:
         """
         algorithm = self._config.algorithm
         batch = [[_rollout(trajectory, live or {}) for trajectory in group] for group in groups]
-        credits = self._credit(batch)
+        report = _Report()
+        credits = self._credit(batch, report)
         examples = [_examples(group, parts) for group, parts in zip(batch, credits, strict=True)]
         if algorithm.name == "grpo":  # a rollout with nothing to compare with leaves the loss and its denominator
             examples = [_untrained(group) if len(batch[i]) < 2 else group for i, group in enumerate(examples)]
-        report = _Report()
         if algorithm.name == "ppo":
             report.extra |= _explained_variance([example for group in examples for example in group])
         for epoch in range(algorithm.epochs):
@@ -110,7 +110,7 @@ class Trainer:
                     report.extra |= _gap(chosen, packed.read([np.asarray(x) for x in logprobs]), version)
         return self._finish(report)
 
-    def _credit(self, batch: Sequence[Sequence[Rollout]]) -> list[list[list[credit.Credit]]]:
+    def _credit(self, batch: Sequence[Sequence[Rollout]], report: _Report) -> list[list[list[credit.Credit]]]:
         """Per group, rollout and segment."""
         algorithm = self._config.algorithm
         if algorithm.name == "grpo":
@@ -118,7 +118,7 @@ class Trainer:
                 credit.of_group([r.trajectory for r in group], [r.segments for r in group], algorithm.std_ddof) for group in batch
             ]
         else:
-            scored = iter(self._values([rollout for group in batch for rollout in group]))
+            scored = iter(self._values([rollout for group in batch for rollout in group], report))
             discount = credit.Discount(algorithm.gamma, algorithm.gae_lambda)
             credits = [[credit.of_rollout(r.trajectory, r.segments, *next(scored), discount) for r in group] for group in batch]
         flat = [part for group in credits for parts in group for part in parts]
@@ -132,10 +132,11 @@ class Trainer:
                 part.advantages[:] = 0
         return credits
 
-    def _values(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[list[np.ndarray], float]]:
+    def _values(self, rollouts: Sequence[Rollout], report: _Report) -> Iterator[tuple[list[np.ndarray], float]]:
         """For each rollout: [S] values of the state before each token of its segments, and of the state at its end."""
         examples = [_example(r.trajectory.rollout_id, s, s.mask, 1.0) for r in rollouts for s in r.segments]
-        packed = pack(examples, self._shape, Aggregation())
+        packed = pack(examples, self._shape, Aggregation(), keep_tails=True)
+        report.cut += packed.cut
         scores = [self._score_values(self._state.params, batch) for batch in packed.microbatches]
         before = iter(packed.read([np.asarray(values) for values, _ in scores]))
         after = iter(packed.read([np.asarray(values) for _, values in scores]))
@@ -152,7 +153,6 @@ class Trainer:
     def _optimize(self, accumulator: _Accumulator, packed: Packed, report: _Report, fixed_lr: float = -1.0) -> list[jax.Array]:
         """One optimizer step, not taken when there is nothing to train on. Returns logprobs [B, T] per micro-batch."""
         report.trained += packed.trained
-        report.cut += packed.cut
         if not packed.trained:
             report.empty += 1
             return [jnp.zeros(batch.ids.shape) for batch in packed.microbatches]

@@ -12,6 +12,7 @@ import pytest
 
 from common.convert import trajectory_bytes
 from common.types import Assignment, Source, Task
+from learner.assignments import EveryRolloutFails
 from learner.inbox import frames
 from learner.rollouts import Kind
 from tests.control.scripted import Clock, EventLog, engine, failed, hand_in, make_control, step, trajectory
@@ -230,6 +231,21 @@ def test_042_failed_and_empty_rollouts_are_no_rows_and_no_statistics(tmp_path):
         hand_in(control, failed(x, "no_replica"))
     assert control.reasons() == {"failed": {"no_replica": 2}}
     assert control.counts()["failed"] == 2
+
+
+def test_a_run_whose_every_rollout_fails_ends_with_the_reason(tmp_path):
+    control, _, _ = started(tmp_path, learner={"max_attempts": 1})
+    for item in lease(control, 1):  # one that is scored interrupts the streak
+        hand_in(control, failed(item))
+    for _ in range(255):
+        for item in lease(control, 1):
+            hand_in(control, failed(item, "env said no"))
+    assert control.counts()["failed"] == 256
+    with pytest.raises(EveryRolloutFails, match="the last 256 rollouts all failed, the newest with: env said no"):
+        control.take(0)
+    for item in lease(control, 1):
+        hand_in(control, trajectory(item))
+    assert control.take(0) is None
 
 
 def test_a_silent_actors_rollouts_go_to_another(tmp_path):

@@ -32,7 +32,7 @@ def acting(rollout, actions, length, advantage=0.0):
 @settings(max_examples=60, deadline=None)
 def test_every_example_lies_somewhere_whole_and_alone(lengths, rows):
     examples = [example(f"r{i}", np.arange(n) + 100 * i, np.arange(n) % 2, i) for i, n in enumerate(lengths)]
-    packed = pack(examples, Shape(10, rows), Aggregation())
+    packed = pack(examples, Shape(10, rows), Aggregation(), keep_tails=True)
     for field in ("ids", "mask", "behaviour", "advantages", "returns", "old_values"):
         for own, found in zip(examples, packed.read([getattr(b, field) for b in packed.microbatches]), strict=True):
             np.testing.assert_array_equal(getattr(own, field), found)
@@ -69,8 +69,10 @@ def test_008_token_values_never_decide_what_is_valid():
 
 def test_context_that_does_not_fit_is_cut_and_an_action_is_not():
     fits = example("a", range(8), [0, 0, 1, 1, 0, 0, 0, 0])
-    packed = pack([fits], Shape(5, 1), Aggregation())
+    packed = pack([fits], Shape(5, 1), Aggregation(), keep_tails=True)
     assert (packed.cut, packed.trained, packed.places[0].length) == (3, 2, 5)
+    packed = pack([fits], Shape(5, 1), Aggregation())  # a loss has no use for what follows the last trained token
+    assert (packed.cut, packed.trained, packed.places[0].length) == (0, 2, 4)
     with pytest.raises(PackError, match=r"rollout long needs rows of 7 tokens; set learner\.row_length 5 at least so high"):
         pack([example("long", range(8), [0, 0, 1, 1, 0, 0, 1, 0])], Shape(5, 1), Aggregation())
 
