@@ -102,6 +102,8 @@ def train(run: Run) -> None:
         run.update += 1
         if metrics["optimizer_steps"]:
             publish(run)
+        else:
+            run.control.published(run.version, run.update)  # every gradient was zero: the same policy, no update older
         record(run, batch, metrics)
         if run.update % run.config.checkpoint.every == 0 or run.update == run.config.learner.updates:
             save(run)
