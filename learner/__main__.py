@@ -35,12 +35,13 @@ def main() -> int:
         from learner.model.spec import ModelError
         from learner.pack import PackError
         from learner.tasks import TasksError
+        from learner.update import TrainingStopped
     except ConfigError as error:
         return refuse(error)
     try:
         options = learner.Options(args.run.resolve(), args.resume, args.eval, args.tasks, args.mode)
         return learner.main(options, config, asked.is_set)
-    except (ConfigError, EveryRolloutFails, ModelError, PackError, TasksError, PortBusy) as error:
+    except (ConfigError, EveryRolloutFails, ModelError, PackError, TasksError, TrainingStopped, PortBusy) as error:
         return refuse(error)
 
 

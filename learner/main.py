@@ -95,7 +95,7 @@ def train(run: Run) -> None:
     while run.update < run.config.learner.updates:
         batch = take(run)
         metrics = run.trainer.policy_update(batch.groups, batch.live, run.version)
-        if metrics["skipped_nonfinite"] or not metrics["trained_tokens"]:
+        if not metrics["optimizer_steps"] and (metrics["skipped_nonfinite"] or not metrics["trained_tokens"]):
             run.control.abandon(batch, "nonfinite_gradient" if metrics["skipped_nonfinite"] else "no_live_token")
             continue
         run.control.commit(batch)
@@ -197,9 +197,9 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     run.folder.metrics(run.update, values)
     run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
     log.info(
-        "update %d/%d: reward %.3f, lag %.2f, entropy %.3f, gap %.1e, gradient %.3f, %d tokens",
+        "update %d/%d: reward %.3f, lag %.2f, entropy %.3f, gap %s, gradient %.3f, %d tokens",
         run.update, run.config.learner.updates, values["reward"], batch.lag_mean, metrics.get("entropy", 0.0),
-        metrics.get("gap_mean", 0.0), metrics.get("grad_norm", 0.0), batch.live_tokens,
+        f"{metrics['gap_mean']:.1e}" if "gap_mean" in metrics else "unknown", metrics.get("grad_norm", 0.0), batch.live_tokens,
     )  # fmt: skip
 
 
