@@ -10,3 +10,10 @@ def launched(tmp_path):
     left = launched.alive()
     launched.close()
     assert left == []
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Environment with which programs that one process compiled need not be compiled by the next."""
+    folder = tmp_path_factory.mktemp("compiled")
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

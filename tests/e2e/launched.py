@@ -1,6 +1,7 @@
 """The whole system as its users start it: `tools/launch.py` on configs/tiny.toml, in a folder of its own."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,8 @@ class Launched:
     """Launchers of one run, one after the other."""
 
     folder: Path
+    environment: dict[str, str] = field(default_factory=dict)  # on top of ours
+    root: Path = REPOSITORY  # its packages are the programs
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -42,10 +45,16 @@ class Launched:
 
     def start(self, verb: str, *arguments: str) -> None:
         target = str(TINY) if verb == "local" else "tiny"
-        command = [sys.executable, str(REPOSITORY / "tools" / "launch.py"), verb, target, "--runs", str(self.runs), *arguments]
+        command = [sys.executable, str(self.root / "tools" / "launch.py"), verb, target, "--runs", str(self.runs), *arguments]
         with (self.folder / f"launcher-{len(self.launchers)}.txt").open("wb") as out:
             process = subprocess.Popen(
-                command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=self.folder,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.launchers.append(process)
 

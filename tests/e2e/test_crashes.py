@@ -1,0 +1,130 @@
+"""kill -9 and SIGTERM, of single processes and of everything: the books balance, nothing is trained twice or left behind."""
+
+import os
+import signal
+from collections import Counter
+
+from learner.metrics import begins, read_metrics
+from learner.runfolder import read_events
+from tests.e2e.launched import WARM_ROLLOUTS, balanced, ordinal
+
+UPDATES = 40
+ENV = "env-frozenlake-0"
+
+
+def test_every_process_but_the_learner_is_killed_once(launched, compiled):
+    """Each in the middle of its work: what it needs is frozen until rollouts hang on it. The warm start is long enough for
+    episodes of several turns."""
+    launched.environment = compiled
+    options = ("--warm.updates=60", "--learner.updates=24", "--learner.lease_s=4", "--eval.init=false")
+    launched.start("local", *options)
+    launched.until(lambda: launched.update() >= 1, "the first update")
+    for victim, frozen in (("actor-0", ENV), (ENV, "engine-0"), ("engine-0", "engine-0")):
+        os.kill(launched.pids(frozen)[-1], signal.SIGSTOP)
+        launched.until(lambda: hanging(launched.status()), f"rollouts that hang on {frozen}")
+        os.kill(launched.pids(victim)[-1], signal.SIGKILL)
+        if frozen != victim:
+            os.kill(launched.pids(frozen)[-1], signal.SIGCONT)
+        launched.until(lambda victim=victim: len(launched.pids(victim)) == 2, f"a restart of {victim}")
+        wanted = launched.update() + 3  # max_lag + 1 = 2 updates could be made of what was delivered before
+        launched.until(lambda wanted=wanted: launched.update() >= wanted, f"update {wanted} after the restart of {victim}")
+    code, out = launched.finish()
+    assert (code, launched.alive()) == (0, []), out
+    (finished,) = launched.launch_events("finished")
+    assert finished["restarts"] == {"actor-0": 1, ENV: 1, "engine-0": 1}
+    for victim in finished["restarts"]:
+        assert f"{victim} was killed by SIGKILL; restart 1 of 5" in out
+        assert f"{victim} 1" in out.splitlines()[-1]
+    assert read_events(launched.run, "leases_expired")  # of the killed actor
+    assert {"EnvLost"} <= {event["reason"].partition(":")[0] for event in read_events(launched.run, "rollout_failed")}
+
+    summary, rows, metrics = launched.summary(), launched.trained(), read_metrics(launched.run)
+    assert summary["updates"] == 24
+    assert balanced(summary["rollouts"])
+    assert summary["lag"]["max"] <= 1
+    assert len({row["rollout_id"] for row in rows}) == len(rows)  # nothing was trained twice
+    stale = sum(line["stale"] for line in metrics)  # these count in their groups' statistics only
+    assert len(rows) - stale == summary["rollouts"]["trained"] - 60 * 8
+    assert max(row["attempt"] for row in rows) >= 2  # work of the killed was done again
+    assert [line["update"] for line in metrics] == list(range(1, 25))
+    assert begins(launched.run) == {1: 0}  # the learner lived through it all
+
+
+def hanging(report):
+    """Some rollout waited for more than a second when its actor last spoke; a whole one takes a fraction of that."""
+    ages = [actor["age_s"] for actor in report.get("actors", [])]
+    waits = [wait for wait in report.get("waits", []) if wait["name"] in ("env.open", "env.step", "engine.generate")]
+    return any(wait["seconds"] - max(ages) > 1 for wait in waits)
+
+
+def test_a_run_has_three_lives(launched, compiled):
+    """kill -9 of everything, resume, SIGTERM, resume: one unbroken history comes out."""
+    launched.environment = compiled
+    options = ("--optimizer.schedule=cosine", f"--optimizer.decay_steps={2 * UPDATES}", f"--learner.updates={UPDATES}")
+    launched.start("local", *options)
+    launched.until(lambda: max(launched.checkpoints(), default=0) >= 2, "a checkpoint of RL")
+    launched.kill_everything()
+    assert launched.alive() == []  # nothing outlives the launcher
+    assert not (launched.run / "summary.json").exists()
+    first = launched.checkpoints()[-1]
+    undone = {line["update"] for line in read_metrics(launched.run) if line["update"] > first}
+
+    launched.start("resume")
+    launched.until(lambda: launched.update() >= first + 3, "updates after the first resume")
+    launched.launchers[-1].send_signal(signal.SIGTERM)
+    code, out = launched.finish()
+    assert (code, launched.alive()) == (143, []), out
+    assert "stopped by SIGTERM" in out
+    summary = launched.summary()
+    second = summary["updates"]
+    assert balanced(summary["rollouts"])
+    assert first + 3 <= second < UPDATES
+    assert launched.checkpoints()[-1] == second
+    assert [e["phase"] for e in summary["evals"]] == ["init", "warm"]
+
+    code, out = launched.launch("resume")
+    assert (code, launched.alive()) == (0, []), out
+    assert begins(launched.run) == {1: 0, 2: first, 3: second}
+    superseded = {int(p.name.partition(".")[0]) for p in (launched.run / "trajectories").glob("*.superseded-2.parquet")}
+    assert superseded == undone
+    check_history(launched)
+    code, out = launched.launch("resume")
+    assert code == 2
+    assert f"has made all its {UPDATES} updates" in out
+
+
+def check_history(launched):
+    """What stands in the run's folder is what one uninterrupted life would have left."""
+    summary, rows, metrics = launched.summary(), launched.trained(), read_metrics(launched.run)
+    assert summary["updates"] == UPDATES
+    assert balanced(summary["rollouts"])
+    assert [e["phase"] for e in summary["evals"]] == ["init", "warm", "rl"]
+    assert [line["update"] for line in metrics] == list(range(1, UPDATES + 1))
+    assert [row["update"] for row in rows] == sorted(row["update"] for row in rows)
+    assert len({row["rollout_id"] for row in rows}) == len(rows)  # nothing was trained twice
+    assert len(rows) - sum(line["stale"] for line in metrics) == summary["rollouts"]["trained"] - WARM_ROLLOUTS
+    assert summary["tokens"]["trained"] == sum(line["trained_tokens"] for line in metrics)
+    # The optimizer: the learning rate is a function of its steps, two per update; a cosine falls everywhere.
+    assert {line["optimizer_steps"] for line in metrics} == {2}
+    rates = [line["lr"] for line in metrics]
+    assert rates == sorted(set(rates), reverse=True)
+    # The sampler: 32 tasks, each once per epoch; the warm start drew the first 24.
+    task_of = {ordinal(row["group_id"]): row["task_id"] for row in rows}
+    epochs = Counter(((WARM_ROLLOUTS + number) // 32, task) for number, task in task_of.items())
+    assert len({row["group_id"] for row in rows}) == len(task_of)
+    assert set(epochs.values()) == {1}
+
+
+def test_sigterm_in_a_run_that_cannot_learn(launched, compiled):
+    """No gradient at all, so no new weights: such a run goes on all the same, until it is stopped."""
+    launched.environment = compiled
+    no_gradient = ("--algorithm.entropy=0", "--algorithm.zero_advantages=true")
+    launched.start("local", "--learner.updates=100000", "--warm.updates=0", "--eval.init=false", *no_gradient)
+    launched.until(lambda: launched.update() >= 5, "more updates than max_lag + 1")
+    launched.launchers[-1].send_signal(signal.SIGTERM)
+    code, out = launched.finish()
+    assert (code, launched.alive()) == (143, []), out
+    summary = launched.summary()
+    assert balanced(summary["rollouts"])
+    assert (summary["updates"] >= 5, summary["lag"]["max"]) == (True, 0)  # one policy, however many updates
+    assert {line["version"] for line in read_metrics(launched.run)} == {1}
