@@ -119,7 +119,7 @@ class Control:
                     self.wait_name = ""
                     self.running = self.last = build(groups, self._stored, self.ledger)
                     return self.running
-                if not self._pause("take", deadline, timeout):
+                if not self._pause("take", deadline, self.config.learner.stall_s):
                     return None
 
     def commit(self, batch: Batch) -> None:

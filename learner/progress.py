@@ -98,7 +98,8 @@ def _waits(control: Control, now: float) -> list[dict[str, Any]]:
     own = []
     if control.wait_name and control.running is None:
         since = now - control.wait_since
-        own = [{"owner": "learner", "name": control.wait_name, "on": wait_sentence(control, now), "seconds": since}]
+        on = wait_sentence(control, now).removeprefix("learner waits for ")  # a row says who waits
+        own = [{"owner": "learner", "name": control.wait_name, "on": on, "seconds": since}]
         own[0]["deadline"] = control.wait_limit
     theirs = [wait | {"seconds": wait["seconds"] + now - actor.seen} for actor in control.actors.values() for wait in actor.waits]
     return own + sorted(theirs, key=lambda wait: -wait["seconds"])[:REPORTED_WAITS]

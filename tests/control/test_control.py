@@ -372,7 +372,8 @@ def test_a_wait_names_what_it_waits_for(tmp_path):
     assert control.take(0) is None  # told once, not at every look
     status = control.status()
     assert status["sentence"] == "learner waits for 2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
-    assert status["waits"][0] | {"on": ""} == {"owner": "learner", "name": "take", "on": "", "seconds": 6.5, "deadline": 0}
+    on = "2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
+    assert status["waits"][0] == {"owner": "learner", "name": "take", "on": on, "seconds": 6.5, "deadline": 5.0}  # stall_s
     assert [event["why"] for event in events.of("stall")] == [status["sentence"]]
     wait = {"owner": assigned[0].rollout_id, "name": "env.step", "on": "toy-0", "seconds": 4.0, "deadline": 30.0}
     control.renew("actor-0", [(a.rollout_id, 1) for a in assigned], [wait], {})
