@@ -27,18 +27,21 @@ def split_of(content: str) -> str:
 def draw(domain: str, split: str, n: int, make: Callable[[int], tuple[str, Json] | None]) -> list[Task]:
     """The first `n` tasks of a split, from seeds 0, 1, 2, ...
 
-    `make(seed)` is (content, payload), or None when that seed has no task. Both splits keep the distribution that the
-    seeds have, repetitions included: what is trained is what is measured. Raises DomainError when there are too few.
+    `make(seed)` is (content, payload), or None when that seed has no task. Train tasks are distinct: contents that many
+    seeds make, mostly easy ones, would crowd out the rest. Held-out tasks keep the distribution that the seeds have, so
+    that success is what an agent can expect of it. Raises DomainError when there are too few.
     """
     if split not in SPLITS:
         raise DomainError(f"domain {domain!r} has no split {split!r}; splits: {', '.join(SPLITS)}")
     out: list[Task] = []
+    seen: set[str] = set()
     for seed in range(n * DRAWS_PER_TASK):
         if len(out) == n:
             break
         made = make(seed)
-        if made is None or split_of(made[0]) != split:
+        if made is None or split_of(made[0]) != split or (split == "train" and made[0] in seen):
             continue
+        seen.add(made[0])
         out.append(Task(domain, f"{domain}-{seed}", seed, made[1]))
     if len(out) < n:
         raise DomainError(
