@@ -14,8 +14,8 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "polyturn: error: $$($(PYTHON) --version) is too old; set PYTHON to 3.11 or newer" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	$(VENV)/bin/uv pip install --quiet --python $(PY) --require-hashes -r requirements.lock
-	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps -e .
+	$(VENV)/bin/uv pip install --system-certs --quiet --python $(PY) --require-hashes -r requirements.lock
+	$(VENV)/bin/uv pip install --system-certs --quiet --python $(PY) --no-deps -e .
 	@touch $@
 
 proto: $(STAMP)
