@@ -11,6 +11,7 @@ from learner.runfolder import read_events
 from tests.e2e.launched import WARM_ROLLOUTS, balanced, ordinal
 
 UPDATES = 40
+KILL_UPDATES = 150  # on an idle machine an update takes a tenth of a second
 ENV = "env-frozenlake-0"
 
 
@@ -18,7 +19,7 @@ def test_every_process_but_the_learner_is_killed_once(launched, compiled):
     """Each in the middle of its work: what it needs is frozen until rollouts hang on it. The warm start is long enough for
     episodes of several turns."""
     launched.environment = compiled
-    options = ("--warm.updates=60", "--learner.updates=32", "--learner.lease_s=4", "--eval.init=false")
+    options = ("--warm.updates=60", f"--learner.updates={KILL_UPDATES}", "--learner.lease_s=4", "--eval.init=false")
     launched.start("local", *options)
     launched.until(lambda: launched.update() >= 1, "the first update")
     for victim, frozen in (("actor-0", ENV), (ENV, "engine-0"), ("engine-0", "engine-0")):
@@ -40,14 +41,14 @@ def test_every_process_but_the_learner_is_killed_once(launched, compiled):
     assert {"EnvLost"} <= {event["reason"].partition(":")[0] for event in read_events(launched.run, "rollout_failed")}
 
     summary, rows, metrics = launched.summary(), launched.trained(), read_metrics(launched.run)
-    assert summary["updates"] == 32
+    assert summary["updates"] == KILL_UPDATES
     assert balanced(summary["rollouts"])
     assert summary["lag"]["max"] <= 1
     assert len({row["rollout_id"] for row in rows}) == len(rows)  # nothing was trained twice
     stale = sum(line["stale"] for line in metrics)  # these count in their groups' statistics only
     assert len(rows) - stale == summary["rollouts"]["trained"] - 60 * 8
     assert max(row["attempt"] for row in rows) >= 2  # work of the killed was done again
-    assert [line["update"] for line in metrics] == list(range(1, 33))
+    assert [line["update"] for line in metrics] == list(range(1, KILL_UPDATES + 1))
     assert begins(launched.run) == {1: 0}  # the learner lived through it all
 
 
