@@ -115,7 +115,7 @@ def test_063_logprobs_do_not_know_their_neighbours(ppo):
     own = examples(count=3)
 
     def logprobs(chosen, shape):
-        packed = pack([own[i] for i in chosen], shape, Aggregation())
+        packed = pack([own[i] for i in chosen], shape, Aggregation(), keep_tails=True)
         found = packed.read([np.asarray(ppo.score_logprobs(ppo.params, batch)) for batch in packed.microbatches])
         return dict(zip(chosen, found, strict=True))
 
