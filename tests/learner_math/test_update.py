@@ -113,6 +113,18 @@ def test_supervised_loss_falls_to_nearly_nothing(grpo):
     assert grpo.step == 0  # the schedule of policy updates has not begun
 
 
+def test_forgetting_the_moments_leaves_the_parameters_and_the_schedule(grpo):
+    started = grpo.state_tree()
+    grpo.policy_update(batch())
+    before = grpo.state_tree()
+    grpo.forget_moments()
+    after = grpo.state_tree()
+    moments = {name for name in after if name.startswith("adam")}
+    assert same({n: after[n] for n in moments}, {n: started[n] for n in moments})
+    assert not same({n: before[n] for n in moments}, {n: started[n] for n in moments})
+    assert same({n: after[n] for n in after.keys() - moments}, {n: before[n] for n in after.keys() - moments})
+
+
 def test_an_update_repeats_bit_for_bit_also_from_a_restored_state(grpo):
     groups = batch()
     grpo.policy_update(groups)
