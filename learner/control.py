@@ -146,7 +146,7 @@ class Control:
         """Held-out success of `version` in each mode (those of the configuration by default); entries of summary.json.
 
         Returns by eval.deadline_s; what is not done by then counts as failed. Engines should be held at `version`. When
-        `stop` says so or the run has ended, nothing is recorded and the result is empty.
+        `stop` says so or the run has ended, nothing is recorded and the result is empty. Raises EveryRolloutFails.
         """
         limit = self.config.eval.deadline_s
         with self._changed:

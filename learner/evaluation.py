@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import Task, Trajectory
+from learner.assignments import EveryRolloutFails
 from learner.ledger import Ledger
 from learner.rollouts import Kind
 
@@ -119,13 +120,24 @@ class Evaluation:
             self._job(rollout_id).given_up(rollout_id)
 
     def finish(self, recorded: bool = True) -> tuple[list[dict[str, Any]], int]:
-        """Results (none unless `recorded`), and how many rollouts failed; what is still open counts as failed."""
+        """Results (none unless `recorded`), and how many rollouts failed; what is still open counts as failed.
+
+        Raises EveryRolloutFails when a domain has no scored rollout although none is open: its success is unknown, and
+        trying for longer would not tell.
+        """
+        late = bool(self.open)
         for rollout_id in self.open:
             self.given_up(rollout_id)
         results = [entry for job in self.jobs for entry in job.results() if recorded]
         failed = sum(sum(job.failed.values()) for job in self.jobs)
-        self.results += results
         self.jobs = []
+        for entry in () if late else results:
+            if not entry["n"]:
+                raise EveryRolloutFails(
+                    f"every {entry['mode']} held-out rollout of domain {entry['domain']!r} failed for good, so version "
+                    f"{entry['version']} has no result; see events.jsonl (rollout_failed)"
+                )
+        self.results += results
         return results, failed
 
     def _job(self, rollout_id: str) -> Job:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import Sampling, Source, Task
+from learner.assignments import EveryRolloutFails
 from learner.evaluation import Evaluation, Job, fixed_tasks, succeeded, wilson
 from learner.ledger import Ledger
 from learner.rollouts import Kind
@@ -90,3 +91,13 @@ def test_seeds_are_the_same_in_every_evaluation_and_differ_between_modes_and_tas
         assert evaluation.finish()[1] == 6
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 6
+
+
+def test_an_evaluation_without_a_single_scored_rollout_is_an_error_and_no_result():
+    ledger, evaluation = Ledger(rules(), 1), Evaluation({"toy": make_tasks("toy", "heldout", 3)})
+    evaluation.start(ledger, "rl", 7, ["greedy"])
+    for rollout_id in evaluation.open:
+        evaluation.given_up(rollout_id)
+    with pytest.raises(EveryRolloutFails, match="every greedy held-out rollout of domain 'toy' failed for good, so version 7"):
+        evaluation.finish()
+    assert evaluation.results == evaluation.jobs == []
