@@ -198,6 +198,7 @@ class WarmConfig(Table):
     updates: Natural = 0
     rollouts_per_update: Positive = 128
     lr: Rate = 1e-3
+    target_loss: float = Field(default=0.0, ge=0, description="ends it early when 8 updates have a mean loss below; 0: never")
 
 
 class LearnerConfig(Table):

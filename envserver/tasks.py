@@ -27,9 +27,8 @@ def split_of(content: str) -> str:
 def draw(domain: str, split: str, n: int, make: Callable[[int], tuple[str, Json] | None]) -> list[Task]:
     """The first `n` tasks of a split, from seeds 0, 1, 2, ...
 
-    `make(seed)` is (content, payload), or None when that seed has no task. Train tasks are distinct: contents that many
-    seeds make, mostly easy ones, would crowd out the rest. Held-out tasks keep the distribution that the seeds have, so
-    that success is what an agent can expect of it. Raises DomainError when there are too few.
+    `make(seed)` is (content, payload), or None when that seed has no task. Tasks are distinct: contents that many seeds
+    make, mostly easy ones, would crowd out the rest. Raises DomainError when there are too few.
     """
     if split not in SPLITS:
         raise DomainError(f"domain {domain!r} has no split {split!r}; splits: {', '.join(SPLITS)}")
@@ -39,7 +38,7 @@ def draw(domain: str, split: str, n: int, make: Callable[[int], tuple[str, Json]
         if len(out) == n:
             break
         made = make(seed)
-        if made is None or split_of(made[0]) != split or (split == "train" and made[0] in seen):
+        if made is None or split_of(made[0]) != split or made[0] in seen:
             continue
         seen.add(made[0])
         out.append(Task(domain, f"{domain}-{seed}", seed, made[1]))

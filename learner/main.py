@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from learner.update import Trainer
 log = logging.getLogger(__name__)
 
 START_S = 300.0  # for env servers to list their tasks and for engines to serve the first version
+LOSS_WINDOW = 8  # warm updates whose mean loss is compared with warm.target_loss
 TAKE_S = 1.0  # the main thread looks up so often while it waits for rollouts
 
 
@@ -84,9 +87,9 @@ def train(run: Run) -> None:
     evaluated = {result["phase"] for result in run.control.evaluation.results}
     if run.config.eval.init and not evaluated:
         evaluate(run, "init")
-    if warm_start(run):
-        publish(run, wait=True)
     if run.config.warm.updates and not evaluated & {"warm", "rl"}:
+        warm_start(run)
+        publish(run, wait=True)
         evaluate(run, "warm")
         save(run)  # a crash in the first updates does not repeat the warm start
     if not run.update:
@@ -109,26 +112,30 @@ def train(run: Run) -> None:
             save(run)
         if run.config.eval.every and run.update % run.config.eval.every == 0 and run.update < run.config.learner.updates:
             evaluate(run, "rl")
-    run.publisher.wait_ready(run.version, START_S)
     evaluate(run, "rl")
 
 
-def warm_start(run: Run) -> bool:
-    """Supervised updates on reference rollouts. False when there are none left to make."""
-    done = run.control.ledger.warm_update
-    if done >= run.config.warm.updates:
-        return False
+def warm_start(run: Run) -> None:
+    """Supervised updates on reference rollouts, until there were enough or the loss is low enough."""
+    warm, losses = run.config.warm, deque[float](maxlen=LOSS_WINDOW)
     run.control.start_warm()
-    while done < run.config.warm.updates:
+    for done in range(run.control.ledger.warm_update + 1, warm.updates + 1):
+        losses.append(supervise(run).get("loss", math.nan))
+        log.info("warm start %d/%d: loss %.4f", done, warm.updates, losses[-1])
+        if len(losses) == LOSS_WINDOW and sum(losses) / LOSS_WINDOW < warm.target_loss:
+            run.folder.event("warm_target", {"updates": done, "loss": sum(losses) / LOSS_WINDOW})
+            break
+
+
+def supervise(run: Run) -> dict[str, float]:
+    """One supervised update that was made."""
+    while True:
         batch = take(run)
         metrics = run.trainer.supervised(batch.trajectories)
-        if metrics["skipped_nonfinite"]:
-            run.control.abandon(batch, "nonfinite_gradient")
-            continue
-        run.control.commit(batch)
-        done += 1
-        log.info("warm start %d/%d: loss %.4f", done, run.config.warm.updates, metrics.get("loss", float("nan")))
-    return True
+        if not metrics["skipped_nonfinite"]:
+            run.control.commit(batch)
+            return metrics
+        run.control.abandon(batch, "nonfinite_gradient")
 
 
 def take(run: Run) -> Batch:
@@ -144,8 +151,14 @@ def publish(run: Run, wait: bool = False) -> None:
     """Publish the present parameters; with `wait`, return when an engine serves them."""
     run.version = run.publisher.publish(run.update, run.trainer.policy)
     run.control.published(run.version, run.update)
+    if wait:
+        wait_served(run)
+
+
+def wait_served(run: Run) -> None:
+    """Return when an engine serves the newest version. Raises Stopped, NotReady and PublishError."""
     deadline = time.monotonic() + START_S
-    while wait:
+    while True:
         if run.stop():
             raise Stopped
         try:
@@ -161,8 +174,7 @@ def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
     done = {(e["phase"], run.publisher.update_of(e["version"])) for e in run.control.evaluation.results}
     if (phase, run.update) in done:
         return []
-    if run.stop():
-        raise Stopped
+    wait_served(run)  # a version that is still being written cannot be held
     with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
         results = run.control.evaluate(phase, version, stop=run.stop)
     if run.stop():

@@ -3,9 +3,10 @@
     python -m tools.make_tokenizer [FOLDER]
 
 Small models on a CPU pay for every token, so merges may cross spaces ("superwords"): a fixed line, such as the JSON of a
-call, becomes one token. Digits never merge, except that a lone letter keeps the digit after it: "b3" is one token, "123"
-three. The corpus is what the domains really say, cut where the chat format cuts, and a little English so that other
-text stays short. All of it is deterministic: the same sources make the same bytes.
+call, becomes one token. Digits never merge, except that a lone letter keeps the digit after it ("b3" is one token, "123"
+three); after a quote the two may merge with their surroundings, so that a whole move is one token too. The corpus is what
+the domains really say, cut where the chat format cuts, and a little English so that other text stays short. All of it is
+deterministic: the same sources make the same bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ FOLDER = ROOT / "configs" / "tokenizers" / "tiny"
 ENTRIES = 1024  # a larger table costs every sampled token of a small model, and the domains need about 900
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-UNITS = r"(?<!\p{L})\p{L}\d|\d"
-DOMAINS = ("frozenlake", "arithmetic")
-WAYS = ("left", "down", "right", "up")
+UNITS = r"(?<![\p{L}\"])\p{L}\d|(?<!\"\p{L})\d"
+DOMAINS: dict[str, Json] = {"frozenlake": {"max_moves": 8}, "arithmetic": {}}  # with the options that change their texts
 TASKS = 100  # of each domain
 LINE_WEIGHT = 400  # a fixed line is worth that many sightings: it must become one token
 TEXT_WEIGHT = 12  # of a domain's varying text
@@ -94,14 +94,22 @@ def corpus() -> Iterator[str]:
     yield from re.findall(r" ?\w+| ?[^\w\s]+|\s+", ENGLISH.read_text())  # word by word: sentences must not become tokens
 
 
+def domains() -> list[Domain]:
+    return [load_domain(name, options) for name, options in DOMAINS.items()]
+
+
 def fixed_lines() -> set[str]:
     """Text between control tokens that is the same in every rollout."""
     lines: set[str] = set()
-    for domain in map(load_domain, DOMAINS):
+    for domain in domains():
         lines |= {domain.instructions, *(json.dumps(tool, ensure_ascii=False) for tool in domain.tools)}
         lines |= set(template_pieces(domain.tools))
-    lines |= {_call_line(ToolCall("", "move", {"direction": way})) for way in WAYS}
+    lines |= {_call_line(ToolCall("", "move", {"to": cell})) for cell in cells()}
     return lines
+
+
+def cells() -> list[str]:
+    return [f"{column}{row}" for column in "abcd" for row in range(1, 5)]
 
 
 def template_pieces(tools: list[Json]) -> Iterator[str]:
@@ -118,11 +126,13 @@ def template_pieces(tools: list[Json]) -> Iterator[str]:
 
 def domain_texts() -> Iterator[str]:
     """What the domains say about their tasks and along their reference solutions."""
-    for domain in map(load_domain, DOMAINS):
+    for domain in domains():
         for task in domain.tasks("train", TASKS):
             yield from _episode(domain, task)
-    for cell in (f"{column}{row}" for column in "abcd" for row in range(1, 5)):
+    for cell in cells():
         yield f"You are at {cell}."
+        yield f"You are at {cell}. No moves left."
+        yield f"Error: {cell} is not beside {cell}"
         yield f"You fell into the hole at {cell}."
 
 

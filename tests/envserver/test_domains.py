@@ -48,8 +48,8 @@ def lake(holes, size=4, seed=0):
     return Task("frozenlake", "t", seed, {"size": size, "holes": holes})
 
 
-def moves(*directions):
-    return [Action("", (ToolCall(f"c{i}", "move", {"direction": direction}),)) for i, direction in enumerate(directions)]
+def moves(*cells):
+    return [Action("", (ToolCall(f"c{i}", "move", {"to": cell}),)) for i, cell in enumerate(cells)]
 
 
 def texts(observations):
@@ -58,10 +58,10 @@ def texts(observations):
 
 def test_frozenlake_texts_rewards_and_ends():
     domain = FrozenLake()
-    won = play(domain, lake(["b2", "c4"]), moves("left", "right", "right", "right", "down", "down", "down", "left"))
+    won = play(domain, lake(["b2", "c4"]), moves("c1", "b1", "c1", "d1", "d2", "d3", "d4"))
     assert texts(won) == [
         "Start a1. Goal d4. Holes: b2, c4.",
-        "You are at a1.",
+        "Error: c1 is not beside a1",
         "You are at b1.",
         "You are at c1.",
         "You are at d1.",
@@ -72,15 +72,42 @@ def test_frozenlake_texts_rewards_and_ends():
     assert [observation.reward for observation in won] == [0.0] * 7 + [1.0]
     assert won[-1].status == Status.TERMINATED
     assert won[-1].metrics == {"success": 1.0, "moves": 7.0}
-    lost = play(domain, lake(["b2", "c4"]), moves("down", "right"))
+    lost = play(domain, lake(["b2", "c4"]), moves("a2", "b2"))
     assert texts(lost)[-1] == "You fell into the hole at b2."
     assert (lost[-1].reward, lost[-1].status) == (0.0, Status.TERMINATED)
     assert lost[-1].metrics == {"success": 0.0, "moves": 2.0}
     assert texts(play(domain, lake([]), []))[0] == "Start a1. Goal d4. Holes: none."
 
 
+def test_frozenlake_moves_go_to_the_four_cells_beside_and_nowhere_else():
+    """Against Gymnasium's own rows and columns: a letter is a column, a digit a row."""
+    ways = {"b3": "a3", "c3": "d3", "b4": "c4", "c2": "d2"}  # each cell with one beside it
+    for start, to in ways.items():
+        path = {
+            "b3": ["a2", "a3", "b3"],
+            "c3": ["b1", "c1", "c2", "c3"],
+            "b4": ["a2", "a3", "a4", "b4"],
+            "c2": ["b1", "c1", "c2"],
+        }
+        assert texts(play(FrozenLake(), lake([]), moves(*path[start], to)))[-1] == f"You are at {to}."
+    for outside in ("b2", "a1", "a0", "d1", "e1", "`1", "A2", "", "x" * 500):
+        answer = texts(play(FrozenLake(), lake([]), moves(outside)))[-1]
+        assert answer == f"Error: {outside[:80]} is not beside a1"
+
+
+def test_frozenlake_ends_with_its_last_move_as_a_part_of_the_task():
+    domain = FrozenLake({"max_moves": 3})
+    for path, last in (("b1 a1 b1", "You are at b1. No moves left."), ("b1 d4 d4", "d4 is not beside b1. No moves left.")):
+        end = play(domain, lake([]), moves(*path.split()))
+        assert texts(end)[0] == "Start a1. Goal d4. Holes: none. Moves: 3."
+        assert texts(end)[-1] == last
+        assert (end[-1].status, end[-1].reward, end[-1].metrics["moves"]) == (Status.TERMINATED, 0.0, 3.0)
+    arrives = play(FrozenLake({"max_moves": 6}), lake([]), moves("b1", "c1", "d1", "d2", "d3", "d4"))
+    assert (arrives[-1].reward, texts(arrives)[-1]) == (1.0, "You reached the goal at d4.")
+
+
 def test_frozenlake_makes_all_moves_of_one_action_until_the_end():
-    calls = tuple(call for action in moves("down", "right", "up") for call in action.tool_calls)
+    calls = tuple(call for action in moves("a2", "b2", "b1") for call in action.tool_calls)
     observation = play(FrozenLake(), lake(["b2"]), [Action("", calls)])[-1]
     assert texts([observation]) == ["You are at a2.", "You fell into the hole at b2.", "Not executed: the episode is over."]
     assert observation.metrics["moves"] == 2
@@ -91,11 +118,11 @@ def test_frozenlake_state_key_is_the_cell_and_the_map():
     keys = [
         play(domain, lake(holes), path)[-1].state_key
         for holes in (["b2", "c4"], ["c4", "b2"], ["b3"])
-        for path in ([], moves("right"))
+        for path in ([], moves("b1"))
     ]
     assert keys[0] == keys[2] != keys[4]
     assert keys[0] != keys[1] == keys[3]
-    assert play(domain, lake(["b2", "c4"]), moves("right", "left"))[-1].state_key == keys[0]
+    assert play(domain, lake(["b2", "c4"]), moves("b1", "a1"))[-1].state_key == keys[0]
 
 
 def test_082_siblings_share_no_state_although_they_share_the_table():
@@ -103,9 +130,9 @@ def test_082_siblings_share_no_state_although_they_share_the_table():
     first, second = domain.make_env(), domain.make_env()
     first.reset(lake(["b2"]))
     second.reset(lake(["b2"]))
-    first.step(moves("right")[0])
-    assert texts([second.step(moves("down")[0])]) == ["You are at a2."]
-    assert texts([first.step(moves("right")[0])]) == ["You are at c1."]
+    first.step(moves("b1")[0])
+    assert texts([second.step(moves("a2")[0])]) == ["You are at a2."]
+    assert texts([first.step(moves("c1")[0])]) == ["You are at c1."]
 
 
 def longest_way(size, holes):
@@ -127,7 +154,7 @@ def test_frozenlake_references_are_shortest_paths_and_diverse():
         assert play(domain, task, reference)[-1].metrics["success"] == 1
     paths = {str(domain.reference(lake([], seed=seed))) for seed in range(60)}
     assert len(paths) > 10  # of the 20 shortest ways over an empty lake
-    first = Counter(domain.reference(lake([], seed=seed))[0].tool_calls[0].arguments["direction"] for seed in range(200))
+    first = Counter(domain.reference(lake([], seed=seed))[0].tool_calls[0].arguments["to"] for seed in range(200))
     assert min(first.values()) > 60  # neither way of the first tie is preferred
 
 

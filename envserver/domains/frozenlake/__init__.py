@@ -1,8 +1,10 @@
 """frozenlake: walk over a frozen lake by tool calls, on random maps (Gymnasium's FrozenLake, not slippery).
 
 Cells are named like chess squares: a letter for the column, a digit for the row, a1 is top left. The agent starts at a1,
-the goal is the opposite corner. Several calls in one action are all made, in order, until the episode ends. Reaching the
-goal pays 1, a hole 0; both terminate. There is no limit of moves here: turns are the actor's to bound.
+the goal is the opposite corner, and a move names the cell to go to. Several calls in one action are all made, in order,
+until the episode ends. Reaching the goal pays 1, a hole or the last of `max_moves` moves 0; all three terminate. The limit
+is part of the task, so it is no truncation: a critic that bootstrapped there would learn that standing around is as good
+as arriving.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import hashlib
 import random
 from collections import deque
 from functools import lru_cache
-from typing import Literal
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from pydantic import Field
@@ -20,11 +21,9 @@ from pydantic import Field
 from common.types import Action, Json, Task, ToolCall
 from envserver.env import Domain, Options, TaskError
 from envserver.tasks import draw, read_tasks
-from envserver.toolenv import ToolEnv, ToolResult, Tools
+from envserver.toolenv import ECHO_LIMIT, ToolEnv, ToolError, ToolResult, Tools
 
-# Gymnasium's numbers of the four directions, and what they do to (row, column).
-DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
-DELTAS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+DELTAS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}  # Gymnasium's actions left, down, right, up as (rows, columns)
 
 Cell = tuple[int, int]  # row, column, from 0
 
@@ -34,6 +33,7 @@ class LakeOptions(Options):
     hole_probability: float = Field(
         0.14, ge=0, le=0.5, description="of each cell but start and goal, before unsolvable maps are rejected"
     )
+    max_moves: int = Field(0, ge=0, description="moves, mistakes included, after which the episode is over; 0: no limit")
     tasks_file: str = Field("", description='JSON lines with payloads {"size": 4, "holes": ["b2"]}, instead of random maps')
 
 
@@ -64,17 +64,22 @@ def map_key(payload: Json) -> str:
     return f"{payload['size']}:{','.join(sorted(payload['holes']))}"
 
 
+def neighbours(cell: Cell, size: int) -> dict[Cell, int]:
+    """The cells beside `cell`, and Gymnasium's action that leads there."""
+    beside = {(cell[0] + down, cell[1] + right): action for action, (down, right) in DELTAS.items()}
+    return {(row, column): action for (row, column), action in beside.items() if 0 <= row < size and 0 <= column < size}
+
+
 def distances(size: int, holes: list[Cell]) -> dict[Cell, int]:
     """Moves from each cell that reaches the goal, around the holes."""
     goal = (size - 1, size - 1)
     out = {goal: 0}
     queue = deque([goal])
     while queue:
-        row, column = queue.popleft()
-        for down, right in DELTAS.values():
-            cell = (row + down, column + right)
-            if 0 <= cell[0] < size and 0 <= cell[1] < size and cell not in holes and cell not in out:
-                out[cell] = out[row, column] + 1
+        here = queue.popleft()
+        for cell in neighbours(here, size):
+            if cell not in holes and cell not in out:
+                out[cell] = out[here] + 1
                 queue.append(cell)
     return out
 
@@ -90,6 +95,9 @@ def _lake(size: int, holes: tuple[Cell, ...]) -> FrozenLakeEnv:
 
 
 class LakeEnv(ToolEnv):
+    def __init__(self, max_moves: int = 0) -> None:
+        self.max_moves = max_moves
+
     def begin(self, task: Task) -> str:
         try:
             size, holes = parse_lake(task.payload)
@@ -102,20 +110,30 @@ class LakeEnv(ToolEnv):
         self.lake = copy.copy(_lake(size, tuple(holes)))  # an episode changes attributes, never the shared table
         self.state, _ = self.lake.reset(seed=task.seed)
         names = ", ".join(map(cell_name, holes)) or "none"
-        return f"Start {self.cell}. Goal {cell_name((size - 1, size - 1))}. Holes: {names}."
+        limit = f" Moves: {self.max_moves}." if self.max_moves else ""
+        return f"Start {self.cell}. Goal {cell_name((size - 1, size - 1))}. Holes: {names}.{limit}"
 
     @property
     def cell(self) -> str:
         return cell_name(divmod(self.state, self.size))
 
-    def move(self, direction: Literal["left", "down", "right", "up"]) -> ToolResult:
-        """Go one cell."""
-        state, reward, ended, _, _ = self.lake.step(DIRECTIONS[direction])
-        self.state, self.moves, self.reached = int(state), self.moves + 1, reward > 0
-        if not ended:
-            return ToolResult(f"You are at {self.cell}.")
-        text = f"You reached the goal at {self.cell}." if self.reached else f"You fell into the hole at {self.cell}."
-        return ToolResult(text, float(reward), done=True)
+    def move(self, to: str) -> ToolResult:
+        """Go to a cell beside yours."""
+        self.moves += 1
+        last = self.moves == self.max_moves
+        beside = {cell_name(cell): action for cell, action in neighbours(divmod(self.state, self.size), self.size).items()}
+        if to not in beside:
+            text = f"{to[:ECHO_LIMIT]} is not beside {self.cell}"
+            if not last:
+                raise ToolError(text)
+            return ToolResult(f"{text}. No moves left.", done=True)
+        state, reward, ended, _, _ = self.lake.step(beside[to])
+        self.state, self.reached = int(state), reward > 0
+        if self.reached:
+            return ToolResult(f"You reached the goal at {to}.", float(reward), done=True)
+        if ended:
+            return ToolResult(f"You fell into the hole at {to}.", done=True)
+        return ToolResult(f"You are at {to}." + (" No moves left." if last else ""), done=last)
 
     tools = Tools(move)
 
@@ -139,23 +157,19 @@ class FrozenLake(Domain):
         return draw(self.name, split, n, self._random_lake)
 
     def make_env(self) -> LakeEnv:
-        return LakeEnv()
+        return LakeEnv(self.options.max_moves)
 
     def reference(self, task: Task) -> list[Action]:
         """A shortest path, one move a turn; ties are broken by the task's seed, so that references are diverse."""
         size, holes = parse_lake(task.payload)
         left = distances(size, holes)
         rng = random.Random(task.seed)
-        row, column = 0, 0
+        here = (0, 0)
         path: list[Action] = []
-        while left[row, column]:
-            closer = [
-                (name, (row + down, column + right))
-                for name, (down, right) in DELTAS.items()
-                if left.get((row + down, column + right), size * size) < left[row, column]
-            ]
-            direction, (row, column) = rng.choice(closer)
-            path.append(Action("", (ToolCall(f"call_{len(path)}", "move", {"direction": direction}),)))
+        while left[here]:
+            closer = [cell for cell in neighbours(here, size) if left.get(cell, size * size) < left[here]]
+            here = rng.choice(closer)
+            path.append(Action("", (ToolCall(f"call_{len(path)}", "move", {"to": cell_name(here)}),)))
         return path
 
     def _random_lake(self, seed: int) -> tuple[str, Json]:

@@ -1,0 +1,108 @@
+"""The learner's loop over a real publisher: evaluations begin when their version is served."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+from common.config import RunConfig
+from learner import main
+from tests.fakes import FakeEngine
+from tests.publish.calls import save, weights
+from tests.publish.test_publisher import publishing
+
+
+class Control:
+    """Records which version is evaluated."""
+
+    def __init__(self):
+        self.evaluation = SimpleNamespace(results=[])
+        self.evaluated = []
+        self.abandoned = []
+
+    def published(self, version, update):
+        pass
+
+    def start_warm(self):
+        self.ledger = SimpleNamespace(warm_update=getattr(self, "resumed_at", 0))
+
+    def take(self, timeout):
+        return SimpleNamespace(trajectories=[])
+
+    def commit(self, batch):
+        self.ledger.warm_update += 1
+
+    def abandon(self, batch, reason):
+        self.abandoned.append(reason)
+
+    def evaluate(self, phase, version, stop):
+        self.evaluated.append((phase, version))
+        return []
+
+
+def run_over(publisher, control) -> main.Run:
+    config = RunConfig.model_validate(
+        {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
+    )
+    trainer = SimpleNamespace(policy=weights(1))
+    return main.Run(config, Path(), None, control, trainer, publisher, None, None, lambda: False)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_waits_for_a_version_that_is_still_being_written(tmp_path):
+    written = threading.Event()
+
+    def slow_save(params, directory):
+        written.wait(20)
+        save(params, directory)
+
+    control = Control()
+    with FakeEngine() as engine, publishing(tmp_path, [engine], save=slow_save) as publisher:
+        run = run_over(publisher, control)
+        main.publish(run)
+        later = threading.Timer(0.2, written.set)
+        later.start()
+        main.evaluate(run, "rl")
+        later.join()
+        assert control.evaluated == [("rl", 1)]
+        assert engine.weight_version == "1"
+
+
+class Supervised:
+    """A trainer whose supervised updates have the given losses, the last of them for ever; None is a skipped update."""
+
+    def __init__(self, *losses):
+        self.losses = list(losses)
+
+    def supervised(self, rollouts):
+        loss = self.losses.pop(0) if len(self.losses) > 1 else self.losses[0]
+        return {"skipped_nonfinite": 1.0} if loss is None else {"skipped_nonfinite": 0.0, "loss": loss}
+
+
+def warmed(tmp_path, *losses, target=0.0, updates=30, done=0):
+    """Supervised updates that a warm start makes in all, its control and its events."""
+    control, folder = Control(), SimpleNamespace(events=[])
+    folder.event = lambda kind, fields: folder.events.append((kind, fields))
+    control.resumed_at = done
+    run = run_over(None, control)
+    config = run.config.model_copy(
+        update={"warm": run.config.warm.model_copy(update={"updates": updates, "target_loss": target})}
+    )
+    run.config, run.folder, run.trainer = config, folder, Supervised(*losses)
+    main.warm_start(run)
+    return control.ledger.warm_update, control, folder.events
+
+
+def test_a_warm_start_ends_when_the_mean_loss_of_eight_updates_is_below_its_target(tmp_path):
+    # The mean of the newest 8: after update 12 it is (4·1 + 4·0)/8 = 0.5, after 13 it is 3/8.
+    made, _, events = warmed(tmp_path, *[1.0] * 8, 0.0, target=0.5)
+    assert made == 13
+    assert events == [("warm_target", {"updates": 13, "loss": 0.375})]
+    assert warmed(tmp_path, 0.1, target=0.5)[0] == 8  # never on less than 8
+    assert warmed(tmp_path, 0.1, target=0.0)[0] == 30
+    assert warmed(tmp_path, float("nan"), target=0.5)[0] == 30
+
+
+def test_a_resumed_warm_start_makes_what_is_left_and_counts_no_skipped_update(tmp_path):
+    made, control, _ = warmed(tmp_path, 1.0, None, None, 1.0, updates=5, done=2)
+    assert made == 5
+    assert control.abandoned == ["nonfinite_gradient"] * 2
+    assert warmed(tmp_path, 1.0, updates=5, done=5)[0] == 5
