@@ -147,6 +147,9 @@ class AlgorithmConfig(Table):
     constant_divisor: float = Field(default=0.0, ge=0, description="of aggregation = constant: tokens per rollout")
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
+    bootstrap_truncated: bool = Field(
+        default=True, description="PPO: a rollout that a limit cut off goes on at the critic's value; false: it is over"
+    )
     critic: Literal["none", "shared", "separate"] = Field(
         default="none", description="a value head on the trunk, or a network of its own"
     )
@@ -165,6 +168,8 @@ class AlgorithmConfig(Table):
             raise ValueError("algorithm.group_size must be at least 2 for GRPO: a group of one has no baseline")
         if self.name == "grpo" and self.normalize_advantages:
             raise ValueError("algorithm.normalize_advantages is for PPO; GRPO normalises in its groups")
+        if self.name == "grpo" and not self.bootstrap_truncated:
+            raise ValueError("algorithm.bootstrap_truncated is for PPO; GRPO has no critic to go on with: leave it out")
         if (self.aggregation == "constant") != (self.constant_divisor > 0):
             raise ValueError('algorithm.constant_divisor goes with aggregation = "constant", and only with it')
         if self.minibatches > self.groups_per_update:

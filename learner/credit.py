@@ -48,6 +48,7 @@ def of_group(group: Sequence[Trajectory], segments: Sequence[Sequence[Segment]],
 class Discount:
     gamma: float
     lam: float
+    bootstrap: bool = True  # a rollout that a limit cut off goes on at the critic's value
 
 
 def of_rollout(
@@ -56,14 +57,15 @@ def of_rollout(
     """GAE over the action tokens of a rollout, across its segments.
 
     `values` holds [T] per segment; `after` values the state after the rollout's last token (its tail, or its last
-    action when there is none) and counts only when the rollout was TRUNCATED: the record's status says so, never a
-    length.
+    action when there is none) and counts only when the rollout was TRUNCATED, which the record's status says and never
+    a length, and when `discount` bootstraps at all. Bootstrapping is right where the limit is no part of the task
+    (Pardo et al. 2018, arXiv 1712.00378); an agent that can bring the limit about earns the critic's value by doing so.
     """
     step_of = np.concatenate([segment.step_of[segment.mask] for segment in segments])
     order = np.argsort(step_of, kind="stable")
     old = np.concatenate([value[segment.mask] for segment, value in zip(segments, values, strict=True)])
     rewards = advantages.place_rewards(np.asarray([step.reward for step in trajectory.steps]), step_of[order])
-    bootstrap = after if trajectory.status == Status.TRUNCATED else 0.0
+    bootstrap = after if discount.bootstrap and trajectory.status == Status.TRUNCATED else 0.0
     ordered = advantages.gae(rewards, old[order], bootstrap, discount.gamma, discount.lam)
     gains, returns = np.empty(len(order)), np.empty(len(order))
     gains[order], returns[order] = ordered

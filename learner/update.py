@@ -119,7 +119,7 @@ class Trainer:
             ]
         else:
             scored = iter(self._values([rollout for group in batch for rollout in group], report))
-            discount = credit.Discount(algorithm.gamma, algorithm.gae_lambda)
+            discount = credit.Discount(algorithm.gamma, algorithm.gae_lambda, algorithm.bootstrap_truncated)
             credits = [[credit.of_rollout(r.trajectory, r.segments, *next(scored), discount) for r in group] for group in batch]
         flat = [part for group in credits for parts in group for part in parts]
         masks = [mask for group in batch for rollout in group for mask in rollout.masks]

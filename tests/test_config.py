@@ -47,6 +47,11 @@ TYPOS = {
     "no domains": ("seed = 3", [], "domains is missing; add it"),
     "TOML": ("name = [", [], "not TOML"),
     "a combination: GRPO with a critic": (MINIMAL, ["--algorithm.critic=shared"], 'GRPO has no critic: set critic = "none"'),
+    "a combination: GRPO without a bootstrap": (
+        MINIMAL,
+        ["--algorithm.bootstrap_truncated=false"],
+        "is for PPO; GRPO has no critic",
+    ),
     "a combination: PPO without one": (MINIMAL, ["--algorithm.name=ppo"], 'set algorithm.critic to "shared" or "separate"'),
     "a combination: a group of one": (MINIMAL, ["--algorithm.group_size=1"], "a group of one has no baseline"),
     "a combination: heads": (MINIMAL, ["--model.num_kv_heads=3"], "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),

@@ -77,6 +77,15 @@ def test_034_the_status_says_truncated_and_no_length_does(tail):
     np.testing.assert_allclose(advantages, [0.9, 0.8, 0.7, 0.6, 0.5], atol=1e-6)
 
 
+def test_a_cut_off_rollout_is_over_where_limits_belong_to_the_task():
+    """Without a bootstrap: -.4 at the end, then -.3 and -.2, as for a rollout that ended with nothing."""
+    cut = rollout(chain([([1], [2, 3, 4], 0.0)]), status=Status.TRUNCATED, tail=[9])
+    (segment,) = segments(cut)
+    (credit,) = of_rollout(cut, [segment], [spread(segment, [0.2, 0.3, 0.4])], 0.7, Discount(1.0, 1.0, bootstrap=False))
+    np.testing.assert_allclose(credit.advantages[segment.mask], [-0.2, -0.3, -0.4], atol=1e-6)
+    np.testing.assert_allclose(credit.returns[segment.mask], 0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("turns", "reason", "sampled"), itertools.product([1, 2], [Finish.STOP, Finish.LENGTH], [True, False]))
 def test_036_the_last_reason_decides_in_the_record(turns, reason, sampled):
     steps = chain([([1], [2], 0.0)] * turns)
