@@ -47,8 +47,9 @@ smoke-ppo: $(STAMP)
 bench: $(STAMP)
 	@for bench in tools/bench_*.py; do [ -e "$$bench" ] || continue; echo "== $$bench"; $(PY) $$bench || exit 1; done
 
-long: $(STAMP)
-	$(PY) -m pytest -m long --timeout 3600
+long: $(STAMP)  # status 5: no test is marked long
+	$(PY) -m pytest -m long --timeout 3600 || [ $$? -eq 5 ]
+	$(PY) tools/bench_learning.py
 
 clean:
 	rm -rf $(VENV) $(RUNS) build *.egg-info .pytest_cache .ruff_cache .hypothesis
