@@ -31,9 +31,6 @@ def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.N
         yield f"success after the warm start {warm['success']:.3f} <= {args.max_warm}", warm["success"] <= args.max_warm
     if args.min_rl is not None:
         yield f"success after RL {rl['success']:.3f} >= {args.min_rl}", rl["success"] >= args.min_rl
-    if args.min_gain is not None:
-        gain = rl["success"] - warm["success"]
-        yield f"gain by RL {warm['success']:.3f} -> {rl['success']:.3f} >= {args.min_gain}", gain >= args.min_gain
     if args.disjoint:
         low, high = rl["ci95"][0], warm["ci95"][1]
         yield f"intervals disjoint: RL from {low:.3f}, warm start up to {high:.3f}", low > high
@@ -44,7 +41,6 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--min-rl", type=float, help="least held-out greedy success after RL")
     parser.add_argument("--max-warm", type=float, help="most held-out greedy success after the warm start")
-    parser.add_argument("--min-gain", type=float, help="least difference of the two")
     parser.add_argument("--disjoint", action="store_true", help="the two 95%% intervals must not meet")
     args = parser.parse_args()
     path = args.run / "summary.json"

@@ -1,4 +1,4 @@
-"""The learner's loop over a real publisher: evaluations begin when their version is served."""
+"""The learner's loop: evaluations begin when a real publisher serves their version; when a warm start ends."""
 
 import threading
 from pathlib import Path
@@ -12,9 +12,10 @@ from tests.publish.test_publisher import publishing
 
 
 class Control:
-    """Records which version is evaluated."""
+    """Records what the loop does. `done` warm updates were made before a resume."""
 
-    def __init__(self):
+    def __init__(self, done=0):
+        self.ledger = SimpleNamespace(warm_update=done)
         self.evaluation = SimpleNamespace(results=[])
         self.evaluated = []
         self.abandoned = []
@@ -23,7 +24,7 @@ class Control:
         pass
 
     def start_warm(self):
-        self.ledger = SimpleNamespace(warm_update=getattr(self, "resumed_at", 0))
+        pass
 
     def take(self, timeout):
         return SimpleNamespace(trajectories=[])
@@ -77,11 +78,10 @@ class Supervised:
         return {"skipped_nonfinite": 1.0} if loss is None else {"skipped_nonfinite": 0.0, "loss": loss}
 
 
-def warmed(tmp_path, *losses, target=0.0, updates=30, done=0):
+def warmed(*losses, target=0.0, updates=30, done=0):
     """Supervised updates that a warm start makes in all, its control and its events."""
-    control, folder = Control(), SimpleNamespace(events=[])
+    control, folder = Control(done), SimpleNamespace(events=[])
     folder.event = lambda kind, fields: folder.events.append((kind, fields))
-    control.resumed_at = done
     run = run_over(None, control)
     config = run.config.model_copy(
         update={"warm": run.config.warm.model_copy(update={"updates": updates, "target_loss": target})}
@@ -91,18 +91,18 @@ def warmed(tmp_path, *losses, target=0.0, updates=30, done=0):
     return control.ledger.warm_update, control, folder.events
 
 
-def test_a_warm_start_ends_when_the_mean_loss_of_eight_updates_is_below_its_target(tmp_path):
+def test_a_warm_start_ends_when_the_mean_loss_of_eight_updates_is_below_its_target():
     # The mean of the newest 8: after update 12 it is (4·1 + 4·0)/8 = 0.5, after 13 it is 3/8.
-    made, _, events = warmed(tmp_path, *[1.0] * 8, 0.0, target=0.5)
+    made, _, events = warmed(*[1.0] * 8, 0.0, target=0.5)
     assert made == 13
     assert events == [("warm_target", {"updates": 13, "loss": 0.375})]
-    assert warmed(tmp_path, 0.1, target=0.5)[0] == 8  # never on less than 8
-    assert warmed(tmp_path, 0.1, target=0.0)[0] == 30
-    assert warmed(tmp_path, float("nan"), target=0.5)[0] == 30
+    assert warmed(0.1, target=0.5)[0] == 8  # never on less than 8
+    assert warmed(0.1, target=0.0)[0] == 30
+    assert warmed(float("nan"), target=0.5)[0] == 30
 
 
-def test_a_resumed_warm_start_makes_what_is_left_and_counts_no_skipped_update(tmp_path):
-    made, control, _ = warmed(tmp_path, 1.0, None, None, 1.0, updates=5, done=2)
+def test_a_resumed_warm_start_makes_what_is_left_and_counts_no_skipped_update():
+    made, control, _ = warmed(1.0, None, None, 1.0, updates=5, done=2)
     assert made == 5
     assert control.abandoned == ["nonfinite_gradient"] * 2
-    assert warmed(tmp_path, 1.0, updates=5, done=5)[0] == 5
+    assert warmed(1.0, updates=5, done=5)[0] == 5
