@@ -50,6 +50,7 @@ class Totals:
     """What the summary adds up over the run; saved with every checkpoint."""
 
     seconds: float = 0.0  # of earlier incarnations
+    warmed: bool = False  # the warm start has ended, perhaps before warm.updates
     lag_tokens: float = 0.0  # sum of lag over trained tokens
     lag_max: int = 0
     tokens: int = 0
@@ -83,17 +84,10 @@ class Run:
 
 def train(run: Run) -> None:
     """From wherever `run` stands to its last update and the final evaluation. Raises Stopped."""
-    publish(run, wait=True)
-    evaluated = {result["phase"] for result in run.control.evaluation.results}
-    if run.config.eval.init and not evaluated:
-        evaluate(run, "init")
-    if run.config.warm.updates and not evaluated & {"warm", "rl"}:
-        warm_start(run)
-        publish(run, wait=True)
-        evaluate(run, "warm")
-        save(run)  # a crash in the first updates does not repeat the warm start
+    publish(run)
+    wait_served(run)
     if not run.update:
-        run.trainer.forget_moments()
+        begin(run)
     run.control.start_rl()
     while run.update < run.config.learner.updates:
         batch = take(run)
@@ -111,8 +105,23 @@ def train(run: Run) -> None:
         if run.update % run.config.checkpoint.every == 0 or run.update == run.config.learner.updates:
             save(run)
         if run.config.eval.every and run.update % run.config.eval.every == 0 and run.update < run.config.learner.updates:
-            evaluate(run, "rl")
-    evaluate(run, "rl")
+            evaluate_once(run, "rl")
+    evaluate_once(run, "rl")
+
+
+def begin(run: Run) -> None:
+    """What comes before the first policy update; a resumed run does what it had not done yet."""
+    ledger = run.control.ledger
+    if run.config.eval.init and not ledger.warm_update:
+        evaluate_once(run, "init")
+    if run.config.warm.updates:
+        if not run.totals.warmed:
+            warm_start(run)
+            run.totals.warmed = True
+            publish(run)
+        evaluate_once(run, "warm")
+        save(run)  # a crash in the first updates does not repeat the warm start
+    run.trainer.forget_moments()
 
 
 def warm_start(run: Run) -> None:
@@ -147,12 +156,10 @@ def take(run: Run) -> Batch:
             return batch
 
 
-def publish(run: Run, wait: bool = False) -> None:
-    """Publish the present parameters; with `wait`, return when an engine serves them."""
+def publish(run: Run) -> None:
+    """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
     run.version = run.publisher.publish(run.update, run.trainer.policy)
     run.control.published(run.version, run.update)
-    if wait:
-        wait_served(run)
 
 
 def wait_served(run: Run) -> None:
@@ -169,11 +176,15 @@ def wait_served(run: Run) -> None:
                 raise
 
 
-def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
-    """Held-out success of the newest version; once per phase and update, also across a resume."""
+def evaluate_once(run: Run, phase: str) -> None:
+    """Once per phase and update, also across a resume."""
     done = {(e["phase"], run.publisher.update_of(e["version"])) for e in run.control.evaluation.results}
-    if (phase, run.update) in done:
-        return []
+    if (phase, run.update) not in done:
+        evaluate(run, phase)
+
+
+def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
+    """Held-out success of the newest version. Raises Stopped."""
     wait_served(run)  # a version that is still being written cannot be held
     with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
         results = run.control.evaluate(phase, version, stop=run.stop)
@@ -318,7 +329,7 @@ def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
         if options.resume or options.evaluate:
             restore(run)
         if options.evaluate:
-            publish(run, wait=True)
+            publish(run)
             evals = evaluate(run, "rl")
             (options.run / "eval.json").write_text(json.dumps({"updates": run.update, "evals": evals}, indent=1) + "\n")
             run.control.finish()

@@ -108,6 +108,24 @@ def test_a_run_has_three_lives(launched, compiled):
     assert f"has made all its {UPDATES} updates" in out
 
 
+def test_a_warm_start_that_ended_early_is_not_repeated(launched, compiled):
+    launched.environment = compiled
+    early = ("--warm.updates=60", "--warm.target_loss=100", "--learner.updates=100000", "--eval.every=1", "--checkpoint.every=100000")
+    launched.start("local", *early)
+    launched.until(lambda: launched.checkpoints() == [0], "the checkpoint after the warm start")
+    launched.until(lambda: launched.update() >= 1, "an update that no checkpoint holds")
+    launched.kill_everything()
+    launched.start("resume")
+    launched.until(lambda: launched.update() >= 2, "updates after the resume")
+    launched.launchers[-1].send_signal(signal.SIGTERM)
+    code, out = launched.finish()
+    assert (code, launched.alive()) == (143, []), out
+    assert [event["updates"] for event in read_events(launched.run, "warm_target")] == [8]  # the loss of 8 updates is looked at
+    phases = [e["phase"] for e in launched.summary()["evals"]]
+    assert phases[:3] == ["init", "warm", "rl"]
+    assert set(phases[3:]) <= {"rl"}
+
+
 def check_history(launched):
     """What stands in the run's folder is what one uninterrupted life would have left."""
     summary, rows, metrics = launched.summary(), launched.trained(), read_metrics(launched.run)
