@@ -204,6 +204,13 @@ class WarmConfig(Table):
     rollouts_per_update: Positive = 128
     lr: Rate = 1e-3
     target_loss: float = Field(default=0.0, ge=0, description="ends it early when 8 updates have a mean loss below; 0: never")
+    cooldown: Natural = Field(default=0, description="last updates, lr falling linearly; they follow the target loss")
+
+    @model_validator(mode="after")
+    def _cooldown(self) -> WarmConfig:
+        if self.updates and self.cooldown >= self.updates:
+            raise ValueError(f"warm.cooldown {self.cooldown} is part of warm.updates {self.updates} and must be less")
+        return self
 
 
 class LearnerConfig(Table):

@@ -50,7 +50,7 @@ class Totals:
     """What the summary adds up over the run; saved with every checkpoint."""
 
     seconds: float = 0.0  # of earlier incarnations
-    warmed: bool = False  # the warm start has ended, perhaps before warm.updates
+    warm_end: int = 0  # the supervised update that is the last, once the loss was low enough; 0: warm.updates is
     lag_tokens: float = 0.0  # sum of lag over trained tokens
     lag_max: int = 0
     tokens: int = 0
@@ -111,36 +111,46 @@ def train(run: Run) -> None:
 
 def begin(run: Run) -> None:
     """What comes before the first policy update; a resumed run does what it had not done yet."""
-    ledger = run.control.ledger
-    if run.config.eval.init and not ledger.warm_update:
+    warmed = run.control.ledger.warm_update
+    if run.config.eval.init and not warmed:
         evaluate_once(run, "init")
     if run.config.warm.updates:
-        if not run.totals.warmed:
+        if warmed < last_warm_update(run):
             warm_start(run)
-            run.totals.warmed = True
             publish(run)
         evaluate_once(run, "warm")
         save(run)  # a crash in the first updates does not repeat the warm start
     run.trainer.forget_moments()
 
 
+def last_warm_update(run: Run) -> int:
+    return run.totals.warm_end or run.config.warm.updates
+
+
 def warm_start(run: Run) -> None:
-    """Supervised updates on reference rollouts, until there were enough or the loss is low enough."""
+    """Supervised updates on reference rollouts, until there were enough or the loss is low enough.
+
+    The learning rate is constant and falls linearly over the last `warm.cooldown` updates (warm-up, stable, decay of
+    arXiv:2404.06395, section 4, without the warm-up): what one update changes at the full rate moves greedy success by
+    several percent, so without it a warm start ends at the luck of its last update.
+    """
     warm, losses = run.config.warm, deque[float](maxlen=LOSS_WINDOW)
     run.control.start_warm()
-    for done in range(run.control.ledger.warm_update + 1, warm.updates + 1):
-        losses.append(supervise(run).get("loss", math.nan))
-        log.info("warm start %d/%d: loss %.4f", done, warm.updates, losses[-1])
-        if len(losses) == LOSS_WINDOW and sum(losses) / LOSS_WINDOW < warm.target_loss:
-            run.folder.event("warm_target", {"updates": done, "loss": sum(losses) / LOSS_WINDOW})
-            break
+    while (done := run.control.ledger.warm_update) < last_warm_update(run):
+        lr = warm.lr * min(1.0, (last_warm_update(run) - done) / (warm.cooldown + 1))
+        losses.append(supervise(run, lr).get("loss", math.nan))
+        log.info("warm start %d/%d: loss %.4f, lr %.2e", done + 1, last_warm_update(run), losses[-1], lr)
+        mean = sum(losses) / LOSS_WINDOW
+        if not run.totals.warm_end and len(losses) == LOSS_WINDOW and mean < warm.target_loss:
+            run.totals.warm_end = min(warm.updates, done + 1 + warm.cooldown)
+            run.folder.event("warm_target", {"updates": done + 1, "loss": mean})
 
 
-def supervise(run: Run) -> dict[str, float]:
+def supervise(run: Run, lr: float) -> dict[str, float]:
     """One supervised update that was made."""
     while True:
         batch = take(run)
-        metrics = run.trainer.supervised(batch.trajectories)
+        metrics = run.trainer.supervised(batch.trajectories, lr)
         if not metrics["skipped_nonfinite"]:
             run.control.commit(batch)
             return metrics

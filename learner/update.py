@@ -67,8 +67,8 @@ class Trainer:
 
     # ---- updates -------------------------------------------------------------------------------------------
 
-    def supervised(self, rollouts: Sequence[Trajectory]) -> Metrics:
-        """One optimizer step of cross-entropy on the action tokens of rollouts of any source, at warm.lr.
+    def supervised(self, rollouts: Sequence[Trajectory], lr: float) -> Metrics:
+        """One optimizer step of cross-entropy on the action tokens of rollouts of any source, at learning rate `lr`.
 
         Every token weighs the same, and the model is taken at temperature 1.
         """
@@ -79,7 +79,7 @@ class Trainer:
             if t.status != Status.FAILED
         ]
         report = _Report()
-        self._optimize(self._supervised, pack(examples, self._shape, Aggregation()), report, self._config.warm.lr)
+        self._optimize(self._supervised, pack(examples, self._shape, Aggregation()), report, lr)
         return self._finish(report)
 
     def policy_update(self, groups: Sequence[Sequence[Trajectory]], live: Live | None = None, version: int = -1) -> Metrics:

@@ -1,6 +1,7 @@
 """Random valid trajectories (hypothesis), a small fixed one, and equality field by field."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
@@ -112,7 +113,7 @@ def trajectories(draw, append_only: bool = False) -> Trajectory:
     )
 
 
-def step(context: list[int], action: list[int], parent: int = -1, prefix_len: int = 0, **changes) -> Step:
+def step(context: Sequence[int], action: Sequence[int], parent: int = -1, prefix_len: int = 0, **changes) -> Step:
     """A sampled turn by version 1."""
     made = Step(
         parent=parent,
@@ -122,7 +123,7 @@ def step(context: list[int], action: list[int], parent: int = -1, prefix_len: in
         action_ids=ids_array(action),
         action_logprobs=np.full(len(action), -0.5, np.float32),
         action_spans=spans_of([(len(action), ActionKind.TEXT)]),
-        versions=(VersionRun(0, 1, "engine-0", "main"),) if action else (),
+        versions=(VersionRun(0, 1, "engine-0", "main"),) if len(action) else (),
         kind=StepKind.ACT,
         reward=0.0,
         finish=Finish.STOP,
@@ -130,7 +131,7 @@ def step(context: list[int], action: list[int], parent: int = -1, prefix_len: in
     return dataclasses.replace(made, **changes)
 
 
-def trajectory(*made: Step, tail: list[int] | None = None, **changes) -> Trajectory:
+def trajectory(*made: Step, tail: Sequence[int] = (), **changes) -> Trajectory:
     """A terminated rollout of the policy."""
     out = Trajectory(
         rollout_id="1-g000000-0",
@@ -139,8 +140,8 @@ def trajectory(*made: Step, tail: list[int] | None = None, **changes) -> Traject
         task=Task("frozenlake", "train-0", 3, {"size": 4}),
         source=Source.POLICY,
         steps=made,
-        tail_ids=ids_array(tail or []),
-        tail_spans=spans_of([(len(tail or []), ContextKind.OBSERVATION)]),
+        tail_ids=ids_array(tail),
+        tail_spans=spans_of([(len(tail), ContextKind.OBSERVATION)]),
         status=Status.TERMINATED,
         flags=(),
         metrics={},

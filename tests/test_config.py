@@ -59,6 +59,7 @@ TYPOS = {
     "a combination: length": (MINIMAL, ["--domains.0.limits.max_tokens=321"], "max_tokens 321 exceeds engine.max_length 320"),
     "a combination: evaluation": (MINIMAL, ["--eval.tasks=129"], "eval.tasks 129 exceeds domains.frozenlake.heldout_tasks 128"),
     "a combination: half of TLS": (MINIMAL, ["--tls.cert=x"], "tls needs cert, key and ca together"),
+    "a combination: cooldown": (MINIMAL, ["--warm.updates=5", "--warm.cooldown=5"], "warm.cooldown 5 is part of warm.updates 5"),
     "a combination: schedule": (MINIMAL, ["--optimizer.schedule=cosine"], "decay_steps 0 must exceed optimizer.warmup 0"),
     "a name twice": (MINIMAL + MINIMAL, [], "a name stands twice"),
     "a name that is no folder": (MINIMAL, ["--name=../x"], "name = '../x': String should match pattern"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,12 @@ from common.convert import assignment_from, trajectory_bytes
 from common.proto import rl_pb2 as pb
 from common.proto import rl_pb2_grpc
 from common.types import (
-    ActionKind,
     Assignment,
     ContextKind,
     EngineInfo,
-    Finish,
     Source,
-    Spans,
     Status,
     Step,
-    StepKind,
     Task,
     Trajectory,
     VersionRun,
@@ -33,6 +31,7 @@ from common.types import (
 from common.validate import Vocabulary
 from learner.control import Control
 from learner.rollouts import Rules
+from tests import records
 
 VOCABULARY = Vocabulary(rows=100, sampleable=90)
 
@@ -108,18 +107,12 @@ def engine(version: int, state: str = "ready", reason: str = "") -> EngineInfo:
 def step(ids: list[int], runs: list[tuple[int, int]], reward: float = 0.0, context: list[int] | None = None) -> Step:
     """`runs` are (start, version)."""
     context = [1, 2] if context is None else context
-    return Step(
-        parent=-1,
-        prefix_len=0,
-        context_ids=np.asarray(context, np.int32),
-        context_spans=spans_of([(len(context), ContextKind.TASK)]),
-        action_ids=np.asarray(ids, np.int32),
-        action_logprobs=np.full(len(ids), -0.5, np.float32),
-        action_spans=spans_of([(len(ids), ActionKind.TEXT)]),
-        versions=tuple(VersionRun(start, version, "engine-0", "main") for start, version in runs),
-        kind=StepKind.ACT,
+    return records.step(
+        context,
+        ids,
         reward=reward,
-        finish=Finish.STOP,
+        context_spans=spans_of([(len(context), ContextKind.TASK)]),
+        versions=tuple(VersionRun(start, version, "engine-0", "main") for start, version in runs),
     )
 
 
@@ -128,21 +121,8 @@ def trajectory(a: Assignment, version: int = 1, reward: float = 1.0, **changes: 
     made = step([3, 4], [(0, version)], reward)
     if a.source == Source.REFERENCE:
         made = replace(made, action_logprobs=np.zeros(0, np.float32), versions=())
-    whole = Trajectory(
-        rollout_id=a.rollout_id,
-        attempt=a.attempt,
-        group_id=a.group_id,
-        task=a.task,
-        source=a.source,
-        steps=(made,),
-        tail_ids=np.zeros(0, np.int32),
-        tail_spans=Spans(np.zeros(0, np.int32), np.zeros(0, np.int32)),
-        status=Status.TERMINATED,
-        flags=(),
-        metrics={},
-        sampling=a.sampling,
-    )
-    return replace(whole, **changes)
+    names = {"rollout_id": a.rollout_id, "attempt": a.attempt, "group_id": a.group_id}
+    return records.trajectory(made, **(names | {"task": a.task, "source": a.source, "sampling": a.sampling} | changes))
 
 
 def failed(a: Assignment, reason: str = "env_lost") -> Trajectory:
@@ -156,6 +136,47 @@ def hand_in(control: Control, t: Trajectory, incarnation: int = 0) -> str:
     if answer.status == "EXPECTED":
         answer = control.deliver(incarnation or control.incarnation, key, trajectory_bytes(t))
     return answer.status
+
+
+def started(folder, **tables):
+    """A control plane in the RL phase, with version 1 on a ready engine."""
+    clock, events = Clock(), EventLog()
+    control = make_control(folder, clock, events, **tables)
+    control.published(1, 0)
+    control.set_engines([engine(1)])
+    control.start_rl()
+    return control, clock, events
+
+
+def lease(control, capacity=100, actor="actor-0") -> list[Assignment]:
+    return control.lease(actor, capacity).assignments
+
+
+def in_background(function, *args):
+    """Run `function` on a thread; returns a function that waits for its result."""
+    box = []
+    thread = threading.Thread(target=lambda: box.append(function(*args)), daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(20)
+        assert not thread.is_alive()
+        return box[0]
+
+    return result
+
+
+def unsampled():
+    """A step without logprobs and versions."""
+    return replace(step([3], []), action_logprobs=np.zeros(0, np.float32))
+
+
+def wait_until(true):
+    for _ in range(2000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happened")
 
 
 class ScriptedActor:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -110,8 +111,9 @@ def test_a_run_has_three_lives(launched, compiled):
 
 def test_a_warm_start_that_ended_early_is_not_repeated(launched, compiled):
     launched.environment = compiled
-    early = ("--warm.updates=60", "--warm.target_loss=100", "--learner.updates=100000", "--eval.every=1", "--checkpoint.every=100000")
-    launched.start("local", *early)
+    early = ("--warm.updates=60", "--warm.target_loss=100", "--warm.cooldown=2", "--eval.every=1")
+    endless = ("--learner.updates=100000", "--checkpoint.every=100000")
+    launched.start("local", *early, *endless)
     launched.until(lambda: launched.checkpoints() == [0], "the checkpoint after the warm start")
     launched.until(lambda: launched.update() >= 1, "an update that no checkpoint holds")
     launched.kill_everything()
@@ -121,6 +123,9 @@ def test_a_warm_start_that_ended_early_is_not_repeated(launched, compiled):
     code, out = launched.finish()
     assert (code, launched.alive()) == (143, []), out
     assert [event["updates"] for event in read_events(launched.run, "warm_target")] == [8]  # the loss of 8 updates is looked at
+    log = (launched.run / "logs" / "learner.log").read_text()
+    made = re.findall(r"warm start (\d+)/(\d+): loss .*, lr (.*)", log)
+    assert made == [(str(n), "60", "3.00e-03") for n in range(1, 9)] + [("9", "10", "2.00e-03"), ("10", "10", "1.00e-03")]
     phases = [e["phase"] for e in launched.summary()["evals"]]
     assert phases[:3] == ["init", "warm", "rl"]
     assert set(phases[3:]) <= {"rl"}

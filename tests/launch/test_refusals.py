@@ -8,16 +8,7 @@ import sys
 import pytest
 
 from common.cli import dump_toml, load
-from tests.launch.stage import REPOSITORY, Stage
-
-
-@pytest.fixture
-def stage(tmp_path):
-    stage = Stage(tmp_path)
-    yield stage
-    left = stage.alive()
-    stage.close()
-    assert left == []
+from tests.launch.stage import REPOSITORY
 
 
 def refused(stage, ended, *parts):

@@ -8,19 +8,10 @@ import sys
 import psutil
 import pytest
 
-from tests.launch.stage import Stage, until
+from tests.launch.stage import until
 
 ALL = ("env-frozenlake-0", "engine-0", "learner", "actor-0")
 ALL_UP = "finish " + " ".join(f"{name}:1" for name in ALL)
-
-
-@pytest.fixture
-def stage(tmp_path):
-    stage = Stage(tmp_path)
-    yield stage
-    left = stage.alive()
-    stage.close()
-    assert left == []
 
 
 def test_a_clean_end(stage):

@@ -8,22 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from common.config import RunConfig
-from common.types import (
-    ActionKind,
-    ContextKind,
-    Finish,
-    Sampling,
-    Source,
-    Status,
-    Step,
-    StepKind,
-    Task,
-    Trajectory,
-    VersionRun,
-    ids_array,
-    spans_of,
-)
+from common.types import Finish, Sampling, Source, Status, Step, Trajectory
 from learner.model.spec import ModelSpec
+from tests import records
 
 SPEC = ModelSpec(
     vocab_size=16,
@@ -46,38 +33,15 @@ def turn(
     finish: Finish = Finish.STOP,
     logprob: float = -1.0,
 ) -> Step:
-    return Step(
-        parent=parent,
-        prefix_len=prefix_len,
-        context_ids=ids_array(context),
-        context_spans=spans_of([(len(context), ContextKind.OBSERVATION)]),
-        action_ids=ids_array(action),
-        action_logprobs=np.full(len(action), logprob, np.float32),
-        action_spans=spans_of([(len(action), ActionKind.TEXT)]),
-        versions=(VersionRun(0, 1, "engine-0", "main"),) if len(action) else (),
-        kind=StepKind.ACT,
-        reward=reward,
-        finish=finish,
-    )
+    logprobs = np.full(len(action), logprob, np.float32)
+    return records.step(context, action, parent, prefix_len, reward=reward, finish=finish, action_logprobs=logprobs)
 
 
 def rollout(
     steps: Sequence[Step], name: str = "r", status: Status = Status.TERMINATED, tail: Sequence[int] = (), temperature: float = 1.0
 ) -> Trajectory:
-    return Trajectory(
-        rollout_id=name,
-        attempt=1,
-        group_id="g",
-        task=Task("toy", "t", 0, None),
-        source=Source.POLICY,
-        steps=tuple(steps),
-        tail_ids=ids_array(tail),
-        tail_spans=spans_of([(len(tail), ContextKind.OBSERVATION)]),
-        status=status,
-        flags=(),
-        metrics={},
-        sampling=Sampling(temperature, 16),
-    )
+    sampling = Sampling(temperature, 16)
+    return records.trajectory(*steps, tail=tail, rollout_id=name, group_id="g", status=status, sampling=sampling)
 
 
 def chain(turns: Sequence[tuple[Sequence[int], Sequence[int], float]], logprob: float = -1.0) -> list[Step]:

@@ -59,7 +59,6 @@ def grpo_fresh():
     tables = {
         "algorithm": {"minibatches": 2, "epochs": 2, "entropy": 0.01},
         "optimizer": {"lr": 1e-2, "max_skips": 2},
-        "warm": {"lr": 0.02},
     }
     return Fresh(**tables)
 
@@ -105,7 +104,7 @@ def test_supervised_loss_falls_to_nearly_nothing(grpo):
         as_reference(rollout(chain([([1, 2], [3, 4], 0.0), ([5], [6, 7], 1.0)]), "a")),
         as_reference(rollout([turn([8], [9, 3])], "b")),
     ]
-    losses = [grpo.supervised(references) for _ in range(30)]
+    losses = [grpo.supervised(references, 0.02) for _ in range(30)]
     assert losses[0]["loss"] == pytest.approx(np.log(16), abs=0.5)
     assert losses[-1]["loss"] < 0.1
     assert losses[0]["trained_tokens"] == 6
@@ -200,8 +199,8 @@ def test_037_051_an_update_without_a_trained_token_changes_nothing(grpo):
     assert (metrics["trained_tokens"], metrics["optimizer_steps"], metrics["skipped_empty"]) == (0, 0, 4)
     assert same(grpo.state_tree(), start)
     empty = rollout([turn([1], [])], status=Status.TRUNCATED)
-    assert grpo.supervised([empty])["optimizer_steps"] == 0
-    assert grpo.supervised([])["optimizer_steps"] == 0
+    assert grpo.supervised([empty], 0.02)["optimizer_steps"] == 0
+    assert grpo.supervised([], 0.02)["optimizer_steps"] == 0
     assert same(grpo.state_tree(), start)
 
 
@@ -239,7 +238,7 @@ def test_094_snapshots_survive_the_steps_after_them(grpo):
     reference = [as_reference(random_rollout(np.random.default_rng(0), "a"))]
     taken = []
     for _ in range(50):
-        grpo.supervised(reference)
+        grpo.supervised(reference, 0.02)
         tree = grpo.state_tree()
         policy = jax.tree.leaves(grpo.policy)
         taken.append((tree, {n: a.tobytes() for n, a in tree.items()}, policy, [x.tobytes() for x in policy]))

@@ -11,23 +11,11 @@ from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.convert import trajectory_bytes
-from common.types import (
-    ActionKind,
-    ContextKind,
-    Finish,
-    Sampling,
-    Source,
-    Status,
-    Step,
-    StepKind,
-    Task,
-    Trajectory,
-    VersionRun,
-    spans_of,
-)
+from common.types import Source, Task, VersionRun
 from learner.jsonlines import JsonLines, read_lines
 from learner.metrics import live, read_metrics
 from learner.runfolder import RunFolder, read_events, read_trajectories
+from tests import records
 
 
 @pytest.fixture
@@ -44,39 +32,16 @@ def opened(tmp_path):
         folder.close()
 
 
-def step(action, versions, parent, reward=0.0):
-    context = np.array([1, 2], np.int32)
-    return Step(
-        parent=parent,
-        prefix_len=0 if parent < 0 else 4,
-        context_ids=context,
-        context_spans=spans_of([(2, ContextKind.TASK)]),
-        action_ids=np.array(action, np.int32),
-        action_logprobs=np.full(len(action), -0.5, np.float32),
-        action_spans=spans_of([(len(action), ActionKind.CALL)]),
-        versions=tuple(VersionRun(start, version, "engine-0", "main") for start, version in versions),
-        kind=StepKind.ACT,
-        reward=reward,
-        finish=Finish.STOP,
-    )
-
-
 def rollout(name, source=Source.POLICY):
-    steps = (step([7, 8], [(0, 3), (1, 4)], -1, 0.25), step([9], [(0, 4)], 0, 0.5))
-    return Trajectory(
-        rollout_id=name,
-        attempt=2,
-        group_id="g1",
-        task=Task("frozenlake", "t5", 5, {"size": 4}),
-        source=source,
-        steps=steps,
-        tail_ids=np.zeros(0, np.int32),
-        tail_spans=spans_of([]),
-        status=Status.TERMINATED,
-        flags=("USER_ERROR",),
-        metrics={"success": 1.0},
-        sampling=Sampling(1.0, 8),
-    )
+    """Two turns; the first was cut in two by new weights."""
+    both = (VersionRun(0, 3, "engine-0", "main"), VersionRun(1, 4, "engine-0", "main"))
+    first = records.step([1, 2], [7, 8], reward=0.25, versions=both)
+    second = records.step([1, 2], [9], 0, 4, reward=0.5, versions=(VersionRun(0, 4, "engine-0", "main"),))
+    return records.trajectory(
+        first, second,
+        rollout_id=name, attempt=2, group_id="g1", task=Task("frozenlake", "t5", 5, {"size": 4}), source=source,
+        flags=("USER_ERROR",), metrics={"success": 1.0},
+    )  # fmt: skip
 
 
 def test_incarnations_count_starts(opened, tmp_path):
@@ -197,8 +162,8 @@ def test_live_lines_are_those_of_replaying_the_run(starts):
 
 def test_trajectories_round_trip(opened, tmp_path):
     folder = opened()
-    records = [rollout("a"), rollout("b", Source.REFERENCE)]
-    path = folder.trajectories(3, records, [2, 0])
+    written = [rollout("a"), rollout("b", Source.REFERENCE)]
+    path = folder.trajectories(3, written, [2, 0])
     assert path == tmp_path / "trajectories" / "3.parquet"
     (row, record), (other, _) = read_trajectories(path)
     assert row == {
@@ -219,10 +184,10 @@ def test_trajectories_round_trip(opened, tmp_path):
         "versions": [3, 4],
     }
     assert (other["source"], other["sampled_tokens"]) == ("reference", 0)
-    assert trajectory_bytes(record) == trajectory_bytes(records[0])
+    assert trajectory_bytes(record) == trajectory_bytes(written[0])
     assert [p.name for p in (tmp_path / "trajectories").iterdir()] == ["3.parquet"]
     with pytest.raises(ValueError, match="zip"):
-        folder.trajectories(4, records, [1])
+        folder.trajectories(4, written, [1])
     assert read_trajectories(folder.trajectories(5, [], [])) == []
 
 

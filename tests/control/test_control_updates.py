@@ -1,0 +1,146 @@
+"""From delivered rollouts to updates, with the clock set by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.control.scripted import (
+    engine,
+    hand_in,
+    in_background,
+    lease,
+    make_control,
+    started,
+    step,
+    trajectory,
+)
+
+
+def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp_path):
+    """Update 2 with max_lag 1: tokens of version 1 (lag 2) are out, of 2 (lag 1) and 3 (lag 0) in."""
+    control, _, events = started(tmp_path)
+    control.ledger.update = 2
+    control.published(2, 1)
+    control.published(3, 2)
+    control.set_engines([engine(3)])
+    one, two, three, four = lease(control, 4)
+    hand_in(control, trajectory(one, steps=(step([3, 4, 5], [(0, 1), (1, 2), (2, 3)], 1.0),)))
+    hand_in(control, trajectory(two, version=1, reward=0.25))
+    hand_in(control, trajectory(three, version=2, reward=0.0))
+    hand_in(control, trajectory(four, version=3))
+    batch = control.take(0)
+    assert batch is not None
+    assert [[t.rollout_id for t in group] for group in batch.groups] == [
+        [one.rollout_id, two.rollout_id],
+        [three.rollout_id, four.rollout_id],
+    ]
+    assert [batch.live[x.rollout_id][0].tolist() for x in (one, two, three, four)] == [
+        [False, True, True],
+        [False, False],
+        [True, True],
+        [True, True],
+    ]
+    assert [batch.lags[x.rollout_id] for x in (one, two, three, four)] == [2, 2, 1, 0]
+    assert (batch.live_tokens, batch.stale, batch.lag_max) == (6, 1, 1)
+    assert batch.lag_mean == 0.5  # (1 + 0 + 2 * 1 + 2 * 0) / 6
+    assert batch.success == {"toy": 0.5}
+    assert events.of("stale")[0]["rollouts"] == 1
+    control.commit(batch)
+    counts = control.counts()
+    assert (counts["trained"], counts["stale"], counts["open"]) == (3, 1, 0)
+    assert control.tokens == {"sampled": 9, "trained": 6}
+
+
+def test_drop_leaves_out_whole_rollouts_and_keeps_their_rewards(tmp_path):
+    control, _, _ = started(tmp_path, learner={"on_stale": "drop"})
+    control.ledger.update = 2
+    control.published(3, 2)
+    control.set_engines([engine(3)])
+    assigned = lease(control, 4)
+    for i, a in enumerate(assigned):
+        hand_in(control, trajectory(a, steps=(step([3, 4], [(0, 1), (1, 3)] if i == 0 else [(0, 3)], float(i)),)))
+    batch = control.take(0)
+    assert [t.total_reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    assert [int(batch.live[a.rollout_id][0].sum()) for a in assigned] == [0, 2, 2, 2]
+    assert batch.lags[assigned[0].rollout_id] == 2
+    assert (batch.lag_max, batch.live_tokens, batch.stale) == (0, 6, 1)
+
+
+def test_039_equal_prompts_do_not_merge_groups(tmp_path):
+    """Two groups with identical prompt ids and rewards [0, 0] and [1, 1]: each has zero spread. Merged they would not."""
+    control, _, _ = started(tmp_path)
+    for a, reward in zip(lease(control, 4), (0.0, 0.0, 1.0, 1.0), strict=True):
+        hand_in(control, trajectory(a, reward=reward))
+    batch = control.take(0)
+    assert batch is not None
+    rewards = [[t.total_reward for t in group] for group in batch.groups]
+    assert rewards == [[0.0, 0.0], [1.0, 1.0]]
+    assert all(len({t.group_id for t in group}) == 1 for group in batch.groups)
+
+
+def test_take_waits_for_the_last_member(tmp_path):
+    control = make_control(tmp_path)
+    control.published(1, 0)
+    control.set_engines([engine(1)])
+    control.start_rl()
+    assigned = lease(control, 4)
+    for a in assigned[:3]:
+        hand_in(control, trajectory(a))
+    assert control.take(0) is None
+    result = in_background(control.take, 20.0)
+    hand_in(control, trajectory(assigned[3]))
+    batch = result()
+    with pytest.raises(RuntimeError, match="while an update is running"):
+        control.take(0)
+    control.abandon(batch, "non_finite")
+    assert control.reasons() == {"filtered": {"non_finite": 4}}
+    with pytest.raises(RuntimeError, match="not the running update"):
+        control.commit(batch)
+
+
+def test_071_finish_wakes_the_waiting_and_every_open_rollout_is_cancelled(tmp_path):
+    control = make_control(tmp_path)
+    control.published(1, 0)
+    control.set_engines([engine(1)])
+    control.start_rl()
+    out = lease(control)
+    taken, evaluated = in_background(control.take, 60.0), in_background(control.evaluate, "rl", 1)
+    control.finish()
+    assert taken() is None
+    assert evaluated() == []
+    assert control.evaluation.results == []
+    counts = control.counts()
+    assert counts == {"dispatched": 8, "open": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 8}
+    assert len(control.renew("actor-0", [(a.rollout_id, a.attempt) for a in out], [], {})) == 8
+
+
+def test_a_wait_names_what_it_waits_for(tmp_path):
+    control, clock, events = started(tmp_path)
+    assert control.take(0) is None
+    assert control.status()["sentence"] == "learner waits for 2 groups of any domain: no actor has called"
+    assigned = lease(control, 4)
+    clock.now = 6.5
+    assert control.take(0) is None
+    assert control.take(0) is None  # told once, not at every look
+    status = control.status()
+    assert status["sentence"] == "learner waits for 2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
+    on = "2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
+    assert status["waits"][0] == {"owner": "learner", "name": "take", "on": on, "seconds": 6.5, "deadline": 5.0}  # stall_s
+    assert [event["why"] for event in events.of("stall")] == [status["sentence"]]
+    wait = {"owner": assigned[0].rollout_id, "name": "env.step", "on": "toy-0", "seconds": 4.0, "deadline": 30.0}
+    control.renew("actor-0", [(a.rollout_id, 1) for a in assigned], [wait], {})
+    clock.now = 7.0
+    assert control.status()["waits"][1] == wait | {"seconds": 4.5}
+    control.set_engines([engine(1, "quarantined", "canary")])
+    for a in assigned:
+        hand_in(control, trajectory(a))
+    batch = control.take(0)
+    assert control.status()["sentence"] == "learner trains update 1 on 2 groups"
+    control.commit(batch)
+    control.take(0)
+    assert control.status()["sentence"].endswith(
+        "no engine has young enough weights: engine-0 is quarantined at version 1 (canary)"
+    )
+    assert json.loads(json.dumps(control.status()))["rollouts"]["trained"] == 4
