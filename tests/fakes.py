@@ -126,6 +126,10 @@ class FakeEngine:
         self.port = runner.addresses[0][1]
         ready.set()
         await self._ending.wait()
+        # A real process's sockets close with it. Ours would forget those that were accepted but not yet given to a handler,
+        # and a client would wait for them until its deadline: nobody gets in any more, then they become connections.
+        await site.stop()
+        await asyncio.sleep(0.01)
         await runner.cleanup()
 
     # ---- HTTP ------------------------------------------------------------------------------------------------

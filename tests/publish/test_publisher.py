@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,9 +180,7 @@ def test_a_restarted_engine_gets_the_newest_version_again(tmp_path, engine):
 
 def test_a_new_process_does_not_wait_for_the_back_off_of_the_old(tmp_path, engine):
     engine.script("/update_weights_from_disk", Answer(400, {"message": "no"}))
-    # A connection that the dying fake has accepted but not read stays open until the garbage collector finds it, so a look
-    # in that moment is answered by its deadline alone. A real process's sockets close with it.
-    with publishing(tmp_path, [engine], backoff_s=3600.0, deadlines=replace(EASY, look_s=2.0)) as publisher:
+    with publishing(tmp_path, [engine], backoff_s=3600.0) as publisher:
         publisher.publish(0, weights(1))
         eventually(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
         publisher.publish(1, weights(2))
