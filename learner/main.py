@@ -111,11 +111,10 @@ def train(run: Run) -> None:
 
 def begin(run: Run) -> None:
     """What comes before the first policy update; a resumed run does what it had not done yet."""
-    warmed = run.control.ledger.warm_update
-    if run.config.eval.init and not warmed:
+    if run.config.eval.init:
         evaluate_once(run, "init")
     if run.config.warm.updates:
-        if warmed < last_warm_update(run):
+        if run.control.ledger.warm_update < last_warm_update(run):
             warm_start(run)
             publish(run)
         evaluate_once(run, "warm")

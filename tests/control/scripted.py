@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,14 +168,6 @@ def in_background(function, *args):
 def unsampled():
     """A step without logprobs and versions."""
     return replace(step([3], []), action_logprobs=np.zeros(0, np.float32))
-
-
-def wait_until(true):
-    for _ in range(2000):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never happened")
 
 
 class ScriptedActor:

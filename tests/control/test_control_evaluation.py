@@ -13,15 +13,15 @@ from tests.control.scripted import (
     lease,
     started,
     trajectory,
-    wait_until,
 )
+from tests.processes import until
 
 
 def test_097_evaluation_goes_first_and_leaves_training_untouched(tmp_path):
     control, _, _ = started(tmp_path / "with")
     plain, _, _ = started(tmp_path / "without")
     result = in_background(control.evaluate, "rl", 1, ["greedy", "sampled"])
-    wait_until(lambda: control.evaluation.open)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
     assigned = lease(control, 6)
     assert {a.purpose for a in assigned} == {"eval"}
     assert {a.sampling.temperature for a in assigned} == {0.0, 1.0}
@@ -44,7 +44,7 @@ def test_097_evaluation_goes_first_and_leaves_training_untouched(tmp_path):
 def test_097_a_held_out_rollout_sent_to_training_is_refused(tmp_path):
     control, _, _ = started(tmp_path)
     result = in_background(control.evaluate, "rl", 1)
-    wait_until(lambda: control.evaluation.open)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
     held = lease(control, 1)
     assert held[0].purpose == "eval"
     train = next(a for a in lease(control) if a.purpose == "train")
@@ -63,7 +63,7 @@ def test_evaluation_waits_for_its_version_and_gives_up_at_its_deadline(tmp_path)
     control, clock, events = started(tmp_path)
     control.set_engines([engine(1)])
     result = in_background(control.evaluate, "rl", 2)
-    wait_until(lambda: control.evaluation.open)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
     assert all(a.purpose == "train" for a in lease(control))
     assert "no engine serves version 2: engine-0 is ready at version 1" in control.status()["sentence"]
     control.published(2, 0)
@@ -85,7 +85,7 @@ def test_evaluation_waits_for_its_version_and_gives_up_at_its_deadline(tmp_path)
 def test_evaluation_gives_up_on_rollouts_of_actors_that_vanish(tmp_path):
     control, clock, events = started(tmp_path, learner={"max_attempts": 1})
     result = in_background(control.evaluate, "rl", 1)
-    wait_until(lambda: control.evaluation.open)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
     held = lease(control, 3)
     hand_in(control, trajectory(held[0]))
     clock.now = 11.0  # the lease is 10 s, the deadline of the evaluation 30 s
@@ -100,7 +100,7 @@ def test_a_stopped_evaluation_records_nothing(tmp_path):
     control, _, events = started(tmp_path)
     stop = threading.Event()
     result = in_background(control.evaluate, "rl", 1, (), stop.is_set)
-    wait_until(lambda: control.evaluation.open)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
     stop.set()
     control.set_engines([engine(1)])
     assert result() == [] == control.evaluation.results

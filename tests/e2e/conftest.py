@@ -1,15 +1,12 @@
 import pytest
 
 from tests.e2e.launched import Launched
+from tests.processes import left_clean
 
 
 @pytest.fixture
 def launched(tmp_path):
-    launched = Launched(tmp_path)
-    yield launched
-    left = launched.alive()
-    launched.close()
-    assert left == []
+    yield from left_clean(Launched(tmp_path))
 
 
 @pytest.fixture(scope="session")

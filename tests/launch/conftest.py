@@ -1,12 +1,9 @@
 import pytest
 
 from tests.launch.stage import Stage
+from tests.processes import left_clean
 
 
 @pytest.fixture
 def stage(tmp_path):
-    stage = Stage(tmp_path)
-    yield stage
-    left = stage.alive()
-    stage.close()
-    assert left == []
+    yield from left_clean(Stage(tmp_path))

@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from tests import processes
 from tools.launch import main
 
 REPOSITORY = Path(__file__).parents[2]
 RUN_FAKE = Path(__file__).with_name("run_fake.py")
 FAKES = Path(__file__).with_name("fakes")
 DEADLINE_S = 60.0
+until = partial(processes.until, seconds=DEADLINE_S)
 
 CONFIG = """
 name = "demo"
@@ -136,11 +138,3 @@ class Ended:
     code: int
     out: str
     err: str
-
-
-def until(condition, what: str) -> None:
-    """Wait for a condition; the bound only keeps a broken test from hanging."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,14 +26,6 @@ def generate(url, body):
 def in_background(function, *args):
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(function, *args)
-
-
-def eventually(condition, what, seconds=20.0):
-    """Wait until `condition()` is true; the bound only ends a hanging test."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"never happened: {what}"
-        time.sleep(0.005)
 
 
 def weights(value):

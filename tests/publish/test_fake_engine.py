@@ -9,7 +9,8 @@ import pytest
 
 from learner.engine_api import EngineApi, EngineError, EngineGone, EngineSilent
 from tests.fakes import DROP, HANG, Answer, FakeEngine
-from tests.publish.calls import TIGHT, eventually, generate, in_background
+from tests.processes import until
+from tests.publish.calls import TIGHT, generate, in_background
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_generates_and_reports_spans(engine):
 def test_flush_is_refused_while_busy(engine):
     engine.token_s = 0.05
     with in_background(generate, engine.url, {"input_ids": [1], "sampling_params": {"max_new_tokens": 30}}) as running:
-        eventually(lambda: engine.running, "the request runs")
+        until(lambda: engine.running, "the request runs")
         with pytest.raises(EngineError, match="/flush_cache answered 400: Flush cache failed"):
             EngineApi(engine.url).flush_cache()
         EngineApi(engine.url).abort_all()

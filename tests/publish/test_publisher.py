@@ -9,7 +9,8 @@ import pytest
 from common.types import EngineInfo
 from learner.publisher import Publisher, PublisherOptions, PublishError
 from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
-from tests.publish.calls import EASY, TIGHT, eventually, generate, in_background, load, save, weights
+from tests.processes import until
+from tests.publish.calls import EASY, TIGHT, generate, in_background, load, save, weights
 
 SEQUENCE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 UNDO = ["/abort_request", "/flush_cache", "/continue_generation"]
@@ -54,7 +55,7 @@ def state(publisher, index=0):
 def test_order_of_an_update(tmp_path, engine):
     log = Log()
     with publishing(tmp_path, [engine], log=log) as publisher:
-        eventually(lambda: publisher.engines()[0].reason == "no weights are published yet", "the engine is seen")
+        until(lambda: publisher.engines()[0].reason == "no weights are published yet", "the engine is seen")
         version = publisher.publish(0, weights(1))
         assert (version, publisher.wait_ready(version, 20)) == (1, 1)
         assert engine.posts() == SEQUENCE
@@ -116,7 +117,7 @@ def test_weights_changed_but_not_flushed_never_generates_on_the_old_cache(tmp_pa
         generate(engine.url, {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
         assert engine.cache
         with in_background(generate, engine.url, {"input_ids": [9], "sampling_params": {"max_new_tokens": 10_000}}) as request:
-            eventually(lambda: engine.running, "the request runs")
+            until(lambda: engine.running, "the request runs")
             engine.script("/update_weights_from_disk", Answer(400, {"success": False, "message": "not flushed"}))
             publisher.wait_ready(publisher.publish(1, weights(2)), 20)
             assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -130,11 +131,11 @@ def test_an_engine_that_stays_broken_is_quarantined_and_stops_nobody(tmp_path, e
         with publishing(tmp_path, [engine, broken]) as publisher:
             for update in range(3):
                 publisher.wait_ready(publisher.publish(update, weights(update)), 20)
-            eventually(lambda: state(publisher, 1) == "quarantined", "quarantine")
+            until(lambda: state(publisher, 1) == "quarantined", "quarantine")
             assert "shape mismatch" in publisher.engines()[1].reason
             assert publisher.engines()[0].version == 3
             broken._scripts.clear()
-            eventually(lambda: state(publisher, 1) == "ready" and publisher.engines()[1].version == 3, "readmission")
+            until(lambda: state(publisher, 1) == "ready" and publisher.engines()[1].version == 3, "readmission")
 
 
 def test_a_pause_that_cannot_be_undone_says_so_until_it_is(tmp_path, engine):
@@ -142,7 +143,7 @@ def test_a_pause_that_cannot_be_undone_says_so_until_it_is(tmp_path, engine):
     engine.script("/flush_cache", *[Answer(400, "Flush cache failed.")] * 1000)
     with publishing(tmp_path, [engine]) as publisher:
         publisher.publish(0, weights(1))
-        eventually(lambda: "may still be paused: /flush_cache" in publisher.engines()[0].reason, "the reason")
+        until(lambda: "may still be paused: /flush_cache" in publisher.engines()[0].reason, "the reason")
         assert engine.paused
         with pytest.raises(PublishError, match=r"no engine serves version 1 .*engine-0 .*quarantined .*failed at update"):
             publisher.wait_ready(1, 0.05)
@@ -155,14 +156,14 @@ def test_an_engine_that_is_not_there_is_starting_and_gets_the_newest_when_it_com
     engine.stop()
     with publishing(tmp_path, [engine]) as publisher:
         publisher.publish(0, weights(1))
-        eventually(lambda: "ConnectionRefused" in publisher.engines()[0].reason, "the refusal")
+        until(lambda: "ConnectionRefused" in publisher.engines()[0].reason, "the refusal")
         assert state(publisher) == "starting"
         with pytest.raises(PublishError, match=r"engine-0 at .* is starting"):
             publisher.wait_ready(1, 0.05)
         publisher.publish(1, weights(2))
         engine.healthy = False
         engine.restart()
-        eventually(lambda: "503" in publisher.engines()[0].reason, "503 is starting")
+        until(lambda: "503" in publisher.engines()[0].reason, "503 is starting")
         assert engine.posts() == []
         engine.healthy = True
         assert publisher.wait_ready(2, 20) == 2
@@ -174,7 +175,7 @@ def test_a_restarted_engine_gets_the_newest_version_again(tmp_path, engine):
         publisher.wait_ready(publisher.publish(0, weights(1)), 20)
         engine.restart()
         assert engine.weight_version == "default"
-        eventually(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the version is back")
+        until(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the version is back")
     assert engine.posts() == SEQUENCE * 2
 
 
@@ -182,12 +183,12 @@ def test_a_new_process_does_not_wait_for_the_back_off_of_the_old(tmp_path, engin
     engine.script("/update_weights_from_disk", Answer(400, {"message": "no"}))
     with publishing(tmp_path, [engine], backoff_s=3600.0) as publisher:
         publisher.publish(0, weights(1))
-        eventually(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
+        until(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
         publisher.publish(1, weights(2))
         with pytest.raises(PublishError, match="quarantined"):
             publisher.wait_ready(1, 0.2)  # tried again too early otherwise
         engine.stop()
-        eventually(lambda: state(publisher) == "starting", "it is gone")
+        until(lambda: state(publisher) == "starting", "it is gone")
         engine.restart()
         assert publisher.wait_ready(2, 20) == 2
 
@@ -215,9 +216,9 @@ def test_066_update_under_load_serves_each_request_once_and_none_between_update_
         threads = [threading.Thread(target=ask, args=(index,)) for index in range(14)]
         for thread in threads[:13]:
             thread.start()
-        eventually(lambda: len(engine.running) == 8 and len(engine.waiting) == 5, "8 run and 5 wait")
+        until(lambda: len(engine.running) == 8 and len(engine.waiting) == 5, "8 run and 5 wait")
         publisher.publish(1, weights(2))
-        eventually(lambda: engine.paused or engine.weight_version == "2", "the pause")
+        until(lambda: engine.paused or engine.weight_version == "2", "the pause")
         threads[13].start()
         publisher.wait_ready(2, 20)
         for thread in threads:
@@ -252,7 +253,7 @@ def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
 
     with publishing(tmp_path, [engine], save=slow, log=log) as publisher:
         first = publisher.publish(0, weights(0))
-        eventually(lambda: publisher._pending is None, "the writer took the first")
+        until(lambda: publisher._pending is None, "the writer took the first")
         rest = [publisher.publish(update, weights(update)) for update in range(1, 6)]
         gate.set()
         assert publisher.wait_ready(rest[-1], 20) == 6
@@ -272,7 +273,7 @@ def test_an_engine_that_serves_the_old_timeline_is_not_ready_after_a_resume(tmp_
     with publishing(tmp_path, [engine]) as publisher:
         publisher.wait_ready(publisher.publish(9, weights(9)), 20)
     with publishing(tmp_path, [engine], incarnation=2) as publisher:
-        eventually(lambda: publisher.engines()[0].version == 1, "the engine is seen")
+        until(lambda: publisher.engines()[0].version == 1, "the engine is seen")
         assert state(publisher) == "starting"
         publisher.wait_ready(publisher.publish(5, weights(5)), 20)
         assert engine.weight_version == "2"
@@ -284,16 +285,16 @@ def test_clean_up_keeps_the_newest_what_engines_hold_and_pins(tmp_path, engine):
 
     with FakeEngine() as stuck, publishing(tmp_path, [engine, stuck]) as publisher:
         publisher.publish(0, weights(0))
-        eventually(lambda: {e.version for e in publisher.engines()} == {1}, "both serve version 1")
+        until(lambda: {e.version for e in publisher.engines()} == {1}, "both serve version 1")
         stuck.script("/pause_generation", *[Answer(400, {"message": "no"})] * 10_000)
         publisher.wait_ready(publisher.publish(1, weights(1)), 20)
         with publisher.pin(2):
             for update in range(2, 6):
                 publisher.wait_ready(publisher.publish(update, weights(update)), 20)
-            eventually(lambda: stored() == [1, 2, 6], "the stuck engine's, the pinned and the newest are left")
-        eventually(lambda: stored() == [1, 6], "the pin is gone")
+            until(lambda: stored() == [1, 2, 6], "the stuck engine's, the pinned and the newest are left")
+        until(lambda: stored() == [1, 6], "the pin is gone")
         stuck._scripts.clear()
-        eventually(lambda: stored() == [6], "the stuck engine has moved on")
+        until(lambda: stored() == [6], "the stuck engine has moved on")
 
 
 def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
@@ -302,11 +303,11 @@ def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
         with publisher.hold(20) as held:
             assert held == 1
             version = publisher.publish(1, weights(1))
-            eventually(lambda: (tmp_path / "weights" / "2" / "DONE").exists(), "it is written meanwhile")
+            until(lambda: (tmp_path / "weights" / "2" / "DONE").exists(), "it is written meanwhile")
             with pytest.raises(PublishError, match=r"no engine serves version 2 .*evaluation holds version 1"):
                 publisher.wait_ready(version, 0.1)
             engine.restart()  # comes back with the held version, not with the newest
-            eventually(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the held version again")
+            until(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the held version again")
             with pytest.raises(PublishError, match="version 1 is held already"), publisher.hold(1):
                 pass
             assert publisher.wait_ready(1, 1) == 1
@@ -380,7 +381,7 @@ def test_close_writes_what_is_pending_and_refuses_more(tmp_path, engine):
 
     with publishing(tmp_path, [engine], save=slow) as publisher:
         publisher.publish(0, weights(0))
-        eventually(lambda: publisher._pending is None, "the writer took it")
+        until(lambda: publisher._pending is None, "the writer took it")
         publisher.publish(1, weights(1))
         gate.set()
         publisher.close()
