@@ -4,9 +4,9 @@
 
 Small models on a CPU pay for every token, so merges may cross spaces ("superwords"): a fixed line, such as the JSON of a
 call, becomes one token. Digits never merge, except that a lone letter keeps the digit after it ("b3" is one token, "123"
-three); after a quote the two may merge with their surroundings, so that a whole move is one token too. The corpus is what
-the domains really say, cut where the chat format cuts, and a little English so that other text stays short. All of it is
-deterministic: the same sources make the same bytes.
+three): a cell of a map is one token, the same wherever it is named. The corpus is what the domains really say, cut where the
+chat format cuts, and a little English so that other text stays short. All of it is deterministic: the same sources make the
+same bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from actors.chat import Slots, compile_template, cut_at_slots
 from common.types import Json, Task, ToolCall
 from envserver.domains import load_domain
+from envserver.domains.frozenlake import DELTAS
 from envserver.env import Domain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,8 +30,8 @@ FOLDER = ROOT / "configs" / "tokenizers" / "tiny"
 ENTRIES = 1024  # a larger table costs every sampled token of a small model, and the domains need about 900
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-UNITS = r"(?<![\p{L}\"])\p{L}\d|(?<!\"\p{L})\d"
-DOMAINS: dict[str, Json] = {"frozenlake": {"max_moves": 8}, "arithmetic": {}}  # with the options that change their texts
+UNITS = r"(?<!\p{L})\p{L}\d|\d"
+DOMAINS = ("frozenlake", "arithmetic")
 TASKS = 100  # of each domain
 LINE_WEIGHT = 400  # a fixed line is worth that many sightings: it must become one token
 TEXT_WEIGHT = 12  # of a domain's varying text
@@ -95,7 +96,7 @@ def corpus() -> Iterator[str]:
 
 
 def domains() -> list[Domain]:
-    return [load_domain(name, options) for name, options in DOMAINS.items()]
+    return [load_domain(name) for name in DOMAINS]
 
 
 def fixed_lines() -> set[str]:
@@ -104,7 +105,7 @@ def fixed_lines() -> set[str]:
     for domain in domains():
         lines |= {domain.instructions, *(json.dumps(tool, ensure_ascii=False) for tool in domain.tools)}
         lines |= set(template_pieces(domain.tools))
-    lines |= {_call_line(ToolCall("", "move", {"to": cell})) for cell in cells()}
+    lines |= {_call_line(ToolCall("", "move", {"to": way})) for way in DELTAS}
     return lines
 
 
@@ -131,8 +132,6 @@ def domain_texts() -> Iterator[str]:
             yield from _episode(domain, task)
     for cell in cells():
         yield f"You are at {cell}."
-        yield f"You are at {cell}. No moves left."
-        yield f"Error: {cell} is not beside {cell}"
         yield f"You fell into the hole at {cell}."
 
 

@@ -187,10 +187,10 @@ def test_an_encoded_action_parses_back(text: str, made: list[tuple[str, dict]]) 
 
 
 def test_a_whole_move_is_four_tokens() -> None:
-    ids = encode_action(Action("", (ToolCall("", "move", {"to": "b1"}),)), REAL, REAL.control["<|im_end|>"])
+    ids = encode_action(Action("", (ToolCall("", "move", {"to": "left"}),)), REAL, REAL.control["<|im_end|>"])
     assert [REAL.pieces[i].decode() for i in ids] == [
         "<tool_call>",
-        '\n{"name": "move", "arguments": {"to": "b1"}}\n',
+        '\n{"name": "move", "arguments": {"to": "left"}}\n',
         "</tool_call>",
         "<|im_end|>",
     ]

@@ -1,10 +1,9 @@
 """frozenlake: walk over a frozen lake by tool calls, on random maps (Gymnasium's FrozenLake, not slippery).
 
 Cells are named like chess squares: a letter for the column, a digit for the row, a1 is top left. The agent starts at a1,
-the goal is the opposite corner, and a move names the cell to go to. Several calls in one action are all made, in order,
-until the episode ends. Reaching the goal pays 1, a hole or the last of `max_moves` moves 0; all three terminate. The limit
-is part of the task, so it is no truncation: a critic that bootstrapped there would learn that standing around is as good
-as arriving.
+the goal is the opposite corner. It is told where the holes are once, and after each move where it stands and which ways are
+open there; a move off the lake leaves it where it is. Several calls in one action are all made, in order, until the episode
+ends. Reaching the goal pays 1, a hole 0; both terminate. There is no limit of moves but the run's limit of turns.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import hashlib
 import random
 from collections import deque
 from functools import lru_cache
+from typing import Literal
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from pydantic import Field
@@ -21,9 +21,10 @@ from pydantic import Field
 from common.types import Action, Json, Task, ToolCall
 from envserver.env import Domain, Options, TaskError
 from envserver.tasks import draw, read_tasks
-from envserver.toolenv import ECHO_LIMIT, ToolEnv, ToolError, ToolResult, Tools
+from envserver.toolenv import ToolEnv, ToolResult, Tools
 
-DELTAS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}  # Gymnasium's actions left, down, right, up as (rows, columns)
+DELTAS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}  # rows, columns
+ACTIONS = {way: action for action, way in enumerate(DELTAS)}  # the order is Gymnasium's
 
 Cell = tuple[int, int]  # row, column, from 0
 
@@ -33,7 +34,6 @@ class LakeOptions(Options):
     hole_probability: float = Field(
         0.14, ge=0, le=0.5, description="of each cell but start and goal, before unsolvable maps are rejected"
     )
-    max_moves: int = Field(0, ge=0, description="moves, mistakes included, after which the episode is over; 0: no limit")
     tasks_file: str = Field("", description='JSON lines with payloads {"size": 4, "holes": ["b2"]}, instead of random maps')
 
 
@@ -64,10 +64,10 @@ def map_key(payload: Json) -> str:
     return f"{payload['size']}:{','.join(sorted(payload['holes']))}"
 
 
-def neighbours(cell: Cell, size: int) -> dict[Cell, int]:
-    """The cells beside `cell`, and Gymnasium's action that leads there."""
-    beside = {(cell[0] + down, cell[1] + right): action for action, (down, right) in DELTAS.items()}
-    return {(row, column): action for (row, column), action in beside.items() if 0 <= row < size and 0 <= column < size}
+def neighbours(cell: Cell, size: int) -> dict[str, Cell]:
+    """The cells beside `cell`, by the way that leads there."""
+    beside = {way: (cell[0] + down, cell[1] + right) for way, (down, right) in DELTAS.items()}
+    return {way: (row, column) for way, (row, column) in beside.items() if 0 <= row < size and 0 <= column < size}
 
 
 def distances(size: int, holes: list[Cell]) -> dict[Cell, int]:
@@ -77,7 +77,7 @@ def distances(size: int, holes: list[Cell]) -> dict[Cell, int]:
     queue = deque([goal])
     while queue:
         here = queue.popleft()
-        for cell in neighbours(here, size):
+        for cell in neighbours(here, size).values():
             if cell not in holes and cell not in out:
                 out[cell] = out[here] + 1
                 queue.append(cell)
@@ -95,45 +95,43 @@ def _lake(size: int, holes: tuple[Cell, ...]) -> FrozenLakeEnv:
 
 
 class LakeEnv(ToolEnv):
-    def __init__(self, max_moves: int = 0) -> None:
-        self.max_moves = max_moves
-
     def begin(self, task: Task) -> str:
         try:
             size, holes = parse_lake(task.payload)
         except ValueError as error:
             raise TaskError(f"task {task.id}: {error}") from error
-        self.size = size
+        self.size, self.holes = size, frozenset(holes)
         self.moves = 0
         self.reached = False
         self.map_hash = hashlib.blake2b(map_key(task.payload).encode(), digest_size=8).digest()
         self.lake = copy.copy(_lake(size, tuple(holes)))  # an episode changes attributes, never the shared table
         self.state, _ = self.lake.reset(seed=task.seed)
         names = ", ".join(map(cell_name, holes)) or "none"
-        limit = f" Moves: {self.max_moves}." if self.max_moves else ""
-        return f"Start {self.cell}. Goal {cell_name((size - 1, size - 1))}. Holes: {names}.{limit}"
+        return f"Start {self.name}. Goal {cell_name((size - 1, size - 1))}. Holes: {names}. {self._view()}"
 
     @property
-    def cell(self) -> str:
-        return cell_name(divmod(self.state, self.size))
+    def cell(self) -> Cell:
+        row, column = divmod(self.state, self.size)
+        return row, column
 
-    def move(self, to: str) -> ToolResult:
-        """Go to a cell beside yours."""
+    @property
+    def name(self) -> str:
+        return cell_name(self.cell)
+
+    def _view(self) -> str:
+        """The ways that lead to ice, always in one order."""
+        return f"Open: {', '.join(way for way, cell in neighbours(self.cell, self.size).items() if cell not in self.holes)}."
+
+    def move(self, to: Literal["left", "down", "right", "up"]) -> ToolResult:
+        """Go one cell."""
         self.moves += 1
-        last = self.moves == self.max_moves
-        beside = {cell_name(cell): action for cell, action in neighbours(divmod(self.state, self.size), self.size).items()}
-        if to not in beside:
-            text = f"{to[:ECHO_LIMIT]} is not beside {self.cell}"
-            if not last:
-                raise ToolError(text)
-            return ToolResult(f"{text}. No moves left.", done=True)
-        state, reward, ended, _, _ = self.lake.step(beside[to])
+        state, reward, ended, _, _ = self.lake.step(ACTIONS[to])
         self.state, self.reached = int(state), reward > 0
         if self.reached:
-            return ToolResult(f"You reached the goal at {to}.", float(reward), done=True)
+            return ToolResult(f"You reached the goal at {self.name}.", float(reward), done=True)
         if ended:
-            return ToolResult(f"You fell into the hole at {to}.", done=True)
-        return ToolResult(f"You are at {to}." + (" No moves left." if last else ""), done=last)
+            return ToolResult(f"You fell into the hole at {self.name}.", done=True)
+        return ToolResult(f"You are at {self.name}. {self._view()}")
 
     tools = Tools(move)
 
@@ -141,7 +139,7 @@ class LakeEnv(ToolEnv):
         return {"success": float(self.reached), "moves": float(self.moves)}
 
     def state_key(self) -> bytes:
-        return self.map_hash + self.cell.encode()
+        return self.map_hash + self.name.encode()
 
 
 class FrozenLake(Domain):
@@ -157,7 +155,7 @@ class FrozenLake(Domain):
         return draw(self.name, split, n, self._random_lake)
 
     def make_env(self) -> LakeEnv:
-        return LakeEnv(self.options.max_moves)
+        return LakeEnv()
 
     def reference(self, task: Task) -> list[Action]:
         """A shortest path, one move a turn; ties are broken by the task's seed, so that references are diverse."""
@@ -167,9 +165,10 @@ class FrozenLake(Domain):
         here = (0, 0)
         path: list[Action] = []
         while left[here]:
-            closer = [cell for cell in neighbours(here, size) if left.get(cell, size * size) < left[here]]
-            here = rng.choice(closer)
-            path.append(Action("", (ToolCall(f"call_{len(path)}", "move", {"to": cell_name(here)}),)))
+            beside = neighbours(here, size)
+            way = rng.choice([way for way, cell in beside.items() if left.get(cell, size * size) < left[here]])
+            here = beside[way]
+            path.append(Action("", (ToolCall(f"call_{len(path)}", "move", {"to": way}),)))
         return path
 
     def _random_lake(self, seed: int) -> tuple[str, Json]:
