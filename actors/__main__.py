@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import signal
 import sys
 from pathlib import Path
 
 from common import cli
+from common.addresses import Addresses, AddressesError
 from common.config import RunConfig
 from common.validate import Vocabulary
 from common.wire import Tls
@@ -18,24 +18,8 @@ from common.wire import Tls
 log = logging.getLogger("actors")
 
 
-class StartError(ValueError):
-    """The actor cannot start; the message names the value and the fix."""
-
-
-def read_addresses(run: Path) -> tuple[str, dict[str, list[str]]]:
-    """The learner's address and the env servers' by domain. Raises StartError."""
-    path = run / "addresses.json"
-    try:
-        addresses = json.loads(path.read_text())
-        return addresses["learner"], {domain: list(replicas) for domain, replicas in addresses["envs"].items()}
-    except OSError as error:
-        raise StartError(f"{path}: {error.strerror}; start the run with tools/launch.py") from error
-    except (ValueError, KeyError, AttributeError) as error:
-        raise StartError(f"{path}: not what tools/launch.py writes: {error!r}; start the run again") from error
-
-
 async def act(run: Path, config: RunConfig, index: int) -> None:
-    """Serve the run until the learner has no more work, or SIGTERM. Raises StartError, CodecError, TemplateError."""
+    """Serve the run until the learner has no more work, or SIGTERM. Raises AddressesError, CodecError, TemplateError."""
     from actors.chat import Chat
     from actors.codec import load_model_files
     from actors.engines import Engines
@@ -45,20 +29,22 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     from actors.rollout import Parts
     from actors.toolcalls import TurnParser
 
-    learner_address, env_addresses = read_addresses(run)
+    addresses = Addresses.read(run)
     files = load_model_files(run / "model")
     chat = Chat(files.codec, files.template, files.end_token)
     parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning)
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
     engines = Engines(vocabulary, config.engine.timeout_s)
-    envs = Envs(env_addresses, tls, seed=index)
-    learner = Learner(learner_address, f"actor-{index}", tls)
+    envs = Envs(addresses.envs, tls, seed=index)
+    learner = Learner(addresses.learner, f"actor-{index}", tls)
     pool = Pool(learner, Parts(chat, parser, vocabulary, engines, envs), config.actors.rollouts)
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, pool.stop)
-    log.info("actor-%d: %d slots, learner %s, domains %s", index, config.actors.rollouts, learner_address, sorted(env_addresses))
+    log.info(
+        "actor-%d: %d slots, learner %s, domains %s", index, config.actors.rollouts, addresses.learner, sorted(addresses.envs)
+    )
     try:
         await pool.run()
     finally:
@@ -79,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         asyncio.run(act(arguments.run, cli.load(arguments.run / "config.toml"), arguments.index))
-    except (cli.ConfigError, StartError, CodecError, TemplateError) as error:
+    except (cli.ConfigError, AddressesError, CodecError, TemplateError) as error:
         print("polyturn: error: " + str(error).replace("\n", "; "), file=sys.stderr)
         return 2
     return 0

@@ -28,6 +28,7 @@ CALL_S = 30.0  # of one try of a call; a longer step is joined again under its i
 STEP_TRIES = 6  # while the server cannot be reached: a server that restarts has lost the session anyway
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
 Code = grpc.StatusCode
+TOO_LARGE = "larger than max"  # gRPC's own words for a message above the limit; the same code as a full server's
 _AGAIN = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED)  # the answer was lost on the way
 
 
@@ -94,7 +95,7 @@ class Envs:
                     doubtful.remove(replica)
                     return self._opened(replica, request, reply)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() == Code.RESOURCE_EXHAUSTED:
+                    if error.code() == Code.RESOURCE_EXHAUSTED and TOO_LARGE not in (error.details() or ""):
                         doubtful.remove(replica)
                     elif error.code() not in _AGAIN:
                         raise EnvLost(_why(replica, "Open", error)) from error

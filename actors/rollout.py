@@ -7,8 +7,9 @@ How a rollout ends:
   TERMINATED  the environment said so.
   TRUNCATED   the environment said so, or a limit was reached; a flag names it: "turn_limit", "token_limit" (the next
               prompt, or the turn, would pass limits.max_tokens), "length" (the last turn was cut by the engine; nothing in
-              it was executed), "deadline".
-  FAILED      infrastructure; the flag "reason:..." says what. Rewards are zero.
+              it was executed), "deadline" (the next turn would begin after limits.deadline_s).
+  FAILED      infrastructure, a wait that has not ended by twice the deadline included; the flag "reason:..." says what.
+              Rewards are zero.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from common.validate import RecordError, Vocabulary, check, check_lengths
 log = logging.getLogger("actors.rollout")
 
 TURN_TRIES = 8  # requests for one turn, over all engines: the only retry of a generation
+LATE = 2  # times limits.deadline_s, then what a rollout waits for counts as lost
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 4.0
 
 
@@ -101,6 +103,7 @@ class Tape:
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
+        self.begun = time.monotonic()
         self.ids: list[int] = []  # the full sequence so far
         self.steps: list[Step] = []
         self.tail = EMPTY
@@ -195,10 +198,10 @@ class Tape:
 async def run_rollout(assignment: Assignment, parts: Parts, wait: Wait) -> Trajectory:
     """Play `assignment` to its end. Raises only CancelledError, when this task was cancelled."""
     tape = Tape(assignment)
-    wait.deadline_s = assignment.limits.deadline_s
+    wait.deadline_s = LATE * assignment.limits.deadline_s
     session: Session | None = None
     try:
-        async with asyncio.timeout(assignment.limits.deadline_s):
+        async with asyncio.timeout(LATE * assignment.limits.deadline_s):
             if assignment.context.name != "append":
                 raise RolloutError(f"context policy {assignment.context.name!r} is unknown; this actor knows 'append'")
             wait.set("env.open", assignment.task.domain)
@@ -206,12 +209,8 @@ async def run_rollout(assignment: Assignment, parts: Parts, wait: Wait) -> Traje
             session = await parts.envs.open(assignment.task, session_id, assignment.source == Source.REFERENCE)
             play = play_reference if assignment.source == Source.REFERENCE else play_policy
             await play(tape, parts, session, wait)
-    except TimeoutError:
-        # A policy that was served until now is cut; one that nobody served has failed.
-        if tape.steps and wait.name != "engine.ready" and assignment.source == Source.POLICY:
-            tape.end(Status.TRUNCATED, "deadline")
-        else:
-            tape.fail(f"deadline: {wait.name} {wait.on} after {assignment.limits.deadline_s:g} s")
+    except TimeoutError:  # whoever it waits for has been silent for long: no fault of the policy, so never a reward
+        tape.fail(f"deadline: {wait.name} {wait.on} after {LATE * assignment.limits.deadline_s:g} s")
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -230,8 +229,11 @@ async def play_policy(tape: Tape, parts: Parts, session: Session, wait: Wait) ->
     limits, sampling = tape.assignment.limits, tape.assignment.sampling
     context = _opening(parts, session)
     seen: tuple[bool, tuple[Message, ...]] = (True, ())  # whether the last turn ended itself, and the answer to it
-    engine = ""
+    engine, ends = "", tape.begun + limits.deadline_s
     for index in range(limits.max_turns):
+        if tape.steps and time.monotonic() > ends:  # between two turns, where the state that it would go on from is known
+            tape.end(Status.TRUNCATED, "deadline", tail=parts.chat.tail(*seen))
+            return
         room = limits.max_tokens - len(tape.ids) - len(context)
         if room < 1:
             if not tape.steps:
@@ -261,8 +263,10 @@ async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait)
     limits = tape.assignment.limits
     context = _opening(parts, session)
     actions: Sequence[Action] = session.reference
+    longest = 0
     for index, action in enumerate(actions[: limits.max_turns]):
         ids = encode_action(action, parts.chat.codec, parts.chat.end_id)
+        longest = max(longest, len(ids))
         turn = parts.parser.parse(ids, Finish.STOP, index)
         tape.append(context, Sampled(ids, [], [], Finish.STOP), turn, {})
         observation = await _step(tape, parts, session, action, wait)
@@ -270,6 +274,9 @@ async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait)
             tape.end(observation.status, tail=parts.chat.tail(True, observation.messages))
             break
         context = parts.chat.bridge(True, observation.messages)
+    if longest > tape.assignment.sampling.max_new_tokens:
+        allowed = tape.assignment.sampling.max_new_tokens
+        raise RolloutError(f"a turn of the reference takes {longest} tokens, limits.max_new_tokens is {allowed}")
     if len(tape.ids) > limits.max_tokens:
         raise RolloutError(f"the reference takes {len(tape.ids)} tokens, limits.max_tokens is {limits.max_tokens}")
     if tape.status != Status.TERMINATED or tape.metrics.get("success", 1.0) < 1.0:

@@ -25,10 +25,14 @@ def load(path: str | Path, overrides: list[str] = []) -> RunConfig:  # noqa: B00
     """
     try:
         table = tomllib.loads(Path(path).read_text())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}; save it as UTF-8") from error
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; committed configurations are in configs/") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a folder; name a TOML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     for override in overrides:
@@ -53,12 +57,12 @@ def _apply(table: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict | list):
             raise ConfigError(f"override {override!r}: {part} is a value, not a table")
     if isinstance(place, list):
-        raise ConfigError(f"override {override!r}: name a key of the list's entry, for instance --{'.'.join(path)}.0.{last}=...")
+        raise ConfigError(f"override {override!r}: name a key of one of the list's entries: --{'.'.join(path)}.0.KEY=...")
     place[last] = _value(text)
 
 
 def _item(place: list[Any], part: str, override: str) -> Any:
-    if not part.isdigit() or int(part) >= len(place):
+    if not part.isdecimal() or int(part) >= len(place):
         raise ConfigError(f"override {override!r}: {part!r} is not an index into a list of {len(place)} entries")
     return place[int(part)]
 

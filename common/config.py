@@ -14,10 +14,20 @@ Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Lease = Annotated[float, Field(ge=4)]  # seconds: holders renew every two
 
 
 class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def _unused(table: Table, where: str, what_for: str, *keys: str) -> None:
+    """Refuse values that would be ignored. A default may stand: a resolved configuration names every key."""
+    for key in keys:
+        value = getattr(table, key)
+        if value != type(table).model_fields[key].default:
+            raise ValueError(f"{where}.{key} = {value!r} is for {what_for}; leave it out")
 
 
 class TlsConfig(Table):
@@ -70,14 +80,13 @@ class LimitsConfig(Table):
     max_turns: Positive = 10
     max_new_tokens: Positive = Field(default=32, description="per turn")
     max_tokens: Positive = Field(default=320, description="of prompt and action together, at any turn")
-    deadline_s: Rate = 120.0
+    deadline_s: Rate = Field(default=120.0, description="no turn begins later; what is still waited for at twice that is lost")
 
 
 class ContextConfig(Table):
-    """How history is shown to the policy."""
+    """How history is shown to the policy. `append` keeps all of it and has no options."""
 
     name: Literal["append"] = "append"
-    options: dict[str, Any] = {}
 
 
 class DomainConfig(Table):
@@ -88,7 +97,7 @@ class DomainConfig(Table):
     replicas: Positive = Field(default=1, description="env server processes")
     capacity: Positive = Field(default=256, description="sessions per env server")
     threads: Positive = Field(default=8, description="threads per env server for blocking environment code")
-    lease_s: Rate = Field(default=60.0, description="a session not renewed for so long is closed")
+    lease_s: Lease = Field(default=60.0, description="a session not renewed for so long is closed")
     train_tasks: Positive = 2048
     heldout_tasks: Positive = 128
     admission: int = Field(default=64, ge=-1, description="tasks per split that admission checks at start; -1 all, 0 none")
@@ -103,7 +112,7 @@ class EngineConfig(Table):
 
     kind: Literal["embedded", "sglang"] = "embedded"
     count: Positive = 1
-    port: Natural = Field(default=0, description="of the first engine, the next ones follow; 0 picks free ports")
+    port: Port = Field(default=0, description="of the first engine, the next ones follow; 0 picks free ports")
     slots: Positive = Field(default=64, description="requests decoded together")
     max_length: Positive = Field(default=320, description="tokens of one sequence, prompt and output")
     decode_chunk: Positive = Field(default=8, description="decode steps per dispatch")
@@ -115,6 +124,10 @@ class EngineConfig(Table):
 
     @model_validator(mode="after")
     def _widths(self) -> EngineConfig:
+        if self.kind == "sglang":
+            _unused(self, "engine", 'kind = "embedded"', "decode_chunk", "prefill_chunk", "prefill_slots", "widths")
+            return self
+        _unused(self, "engine", 'kind = "sglang"', "args")
         if self.widths != sorted(set(self.widths)) or not self.widths or self.widths[-1] != self.max_length:
             raise ValueError(f"engine.widths {self.widths} must rise and end at engine.max_length {self.max_length}")
         return self
@@ -162,6 +175,12 @@ class AlgorithmConfig(Table):
     def _combinations(self) -> AlgorithmConfig:
         if self.name == "grpo" and self.critic != "none":
             raise ValueError('algorithm.critic is for name = "ppo"; GRPO has no critic: set critic = "none"')
+        if self.name == "grpo":
+            _unused(
+                self, "algorithm", "PPO, GRPO gives no credit over time", "gamma", "gae_lambda", "value_coefficient", "value_clip"
+            )
+        else:
+            _unused(self, "algorithm", "GRPO, PPO has no groups to normalise in", "std_ddof")
         if self.name == "ppo" and self.critic == "none":
             raise ValueError('algorithm.name = "ppo" needs a critic: set algorithm.critic to "shared" or "separate"')
         if self.name == "grpo" and self.group_size < 2:
@@ -192,6 +211,8 @@ class OptimizerConfig(Table):
 
     @model_validator(mode="after")
     def _schedule(self) -> OptimizerConfig:
+        if self.schedule == "constant":
+            _unused(self, "optimizer", 'schedule = "cosine"', "decay_steps")
         if self.schedule == "cosine" and self.decay_steps <= self.warmup:
             raise ValueError(f"optimizer.decay_steps {self.decay_steps} must exceed optimizer.warmup {self.warmup} for a cosine")
         return self
@@ -204,13 +225,6 @@ class WarmConfig(Table):
     rollouts_per_update: Positive = 128
     lr: Rate = 1e-3
     target_loss: float = Field(default=0.0, ge=0, description="ends it early when 8 updates have a mean loss below; 0: never")
-    cooldown: Natural = Field(default=0, description="last updates, lr falling linearly; they follow the target loss")
-
-    @model_validator(mode="after")
-    def _cooldown(self) -> WarmConfig:
-        if self.updates and self.cooldown >= self.updates:
-            raise ValueError(f"warm.cooldown {self.cooldown} is part of warm.updates {self.updates} and must be less")
-        return self
 
 
 class LearnerConfig(Table):
@@ -219,11 +233,14 @@ class LearnerConfig(Table):
     on_stale: Literal["mask", "drop", "restart"] = "mask"
     take: Literal["fixed", "drain"] = "fixed"
     max_attempts: Positive = Field(default=3, description="of one rollout, before it is failed")
-    lease_s: Rate = Field(default=20.0, description="an assignment whose actor is silent for so long is issued again")
-    port: Natural = 0
+    lease_s: Lease = Field(default=20.0, description="an assignment whose actor is silent for so long is issued again")
+    port: Port = Field(default=0, description="0 picks a free one")
     row_length: Positive = Field(default=320, description="tokens of a packed row; no rollout may be longer")
     rows_per_microbatch: Positive = 32
     stall_s: Rate = Field(default=120.0, description="a wait of the learner longer than this becomes an event")
+    give_up_s: Rate = Field(
+        default=1800.0, description="without any delivery for so long, the run ends and says what it waits for"
+    )
 
 
 class EvalConfig(Table):
@@ -265,6 +282,11 @@ class RunConfig(Table):
         names = [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
             raise ValueError(f"domains {names}: a name stands twice")
+        last = self.engine.port + self.engine.count - 1
+        if self.engine.port and last > 65_535:
+            raise ValueError(f"engine.port {self.engine.port}: the last of {self.engine.count} engines would get port {last}")
+        if self.engine.port and self.engine.port <= self.learner.port <= last:
+            raise ValueError(f"learner.port {self.learner.port} is an engine's too; engines get {self.engine.port} to {last}")
         for domain in self.domains:
             tokens, where = domain.limits.max_tokens, f"domains.{domain.name}.limits.max_tokens"
             if tokens > self.engine.max_length:

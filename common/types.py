@@ -204,7 +204,7 @@ class Observation:
 class Limits:
     max_turns: int
     max_tokens: int  # of a full sequence: prompt and action
-    deadline_s: float  # wall clock for the whole rollout
+    deadline_s: float  # wall clock after which no turn begins
 
 
 @dataclass(frozen=True)

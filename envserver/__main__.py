@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import signal
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import cli, wire
+from common.addresses import Addresses, AddressesError
 from common.config import DomainConfig, RunConfig
 from envserver.admission import build_catalog
 from envserver.domains import load_domain
@@ -19,19 +19,6 @@ from envserver.env import Domain, DomainError
 from envserver.server import EnvServer, Settings
 
 log = logging.getLogger("envserver")
-
-
-def read_address(run: Path, name: str, replica: int) -> str:
-    """The address of a replica, from the run's addresses.json. Raises DomainError."""
-    path = run / "addresses.json"
-    try:
-        addresses = json.loads(path.read_text())["envs"][name]
-    except (OSError, json.JSONDecodeError, KeyError) as error:
-        message = f"{path}: no addresses for domain {name!r} ({type(error).__name__}: {error}); start runs with tools/launch.py"
-        raise DomainError(message) from error
-    if not 0 <= replica < len(addresses):
-        raise DomainError(f"replica {replica} of domain {name!r}: {path} has {len(addresses)} of them, counted from 0")
-    return addresses[replica]
 
 
 def domain_config(config: RunConfig, name: str) -> DomainConfig:
@@ -66,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = cli.load(arguments.run / "config.toml")
         config = domain_config(run, arguments.domain)
         settings = Settings(
-            address=read_address(arguments.run, config.name, arguments.replica),
+            address=Addresses.read(arguments.run).replica(config.name, arguments.replica),
             capacity=config.capacity,
             threads=config.threads,
             lease_s=config.lease_s,
@@ -74,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         domain = load_domain(config.name, config.options, config.instructions)
         asyncio.run(serve(domain, config, settings))
-    except (cli.ConfigError, DomainError, wire.PortBusy, FileNotFoundError) as error:  # the last: files of `tls`
+    except (cli.ConfigError, AddressesError, DomainError, wire.PortBusy, FileNotFoundError) as error:  # the last: files of `tls`
         print("polyturn: error: " + " | ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     return 0

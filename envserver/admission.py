@@ -10,9 +10,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from common.tasks import SPLITS, fingerprint
 from common.types import Action, Status, Task
-from envserver.env import SPLITS, Domain, DomainError
-from envserver.tasks import fingerprint
+from envserver.env import Domain, DomainError
 
 log = logging.getLogger(__name__)
 

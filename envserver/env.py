@@ -2,43 +2,8 @@
 
 An `Env` is one live episode: single-use, text and tool calls only, never tokens. A `Domain` lists tasks, makes
 environments for them and, where it can, gives reference solutions. Most domains build their environment with
-`envserver.toolenv.ToolEnv`, from plain methods. A whole domain, in its own folder, with one line in the table of
-`envserver/domains/__init__.py`:
-
-    from envserver.env import Domain
-    from envserver.tasks import draw
-    from envserver.toolenv import ToolEnv, ToolResult, Tools
-    from common.types import Action, Task, ToolCall
-
-    class GuessEnv(ToolEnv):
-        def begin(self, task: Task) -> str:
-            self.secret, self.won = task.payload["secret"], False
-            return "I think of a number from 0 to 99."
-
-        def guess(self, number: int) -> ToolResult:
-            \"\"\"Guess the number.\"\"\"
-            self.won = number == self.secret
-            if self.won:
-                return ToolResult("Yes.", reward=1.0, done=True)
-            return ToolResult("Higher." if number < self.secret else "Lower.")
-
-        def metrics(self) -> dict[str, float]:
-            return {"success": float(self.won)}
-
-        tools = Tools(guess)
-
-    class Guess(Domain):
-        name, tools, blocking, has_reference = "guess", GuessEnv.tools.schemas, False, True
-        template = "Find the number with as few guesses as you can."
-
-        def tasks(self, split: str, n: int) -> list[Task]:
-            return draw(self.name, split, n, lambda seed: (str(seed % 100), {"secret": seed % 100}))
-
-        def make_env(self) -> GuessEnv:
-            return GuessEnv()
-
-        def reference(self, task: Task) -> list[Action]:
-            return [Action("", (ToolCall("call_0", "guess", {"number": task.payload["secret"]}),))]
+`envserver.toolenv.ToolEnv`, from plain methods. A whole domain
+of 30 lines stands in README.md; it gets a folder and a row in the table of `envserver/domains/__init__.py`.
 
 Answers of an environment are of three kinds. Scored: an Observation. Caused by the agent (a wrong call, a command that
 loops until its time is up): an Observation too, with a real score. Infrastructure: any exception; the server reports it
@@ -58,8 +23,6 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.types import Action, Json, Observation, Task
-
-SPLITS = ("train", "heldout")
 
 
 class DomainError(ValueError):

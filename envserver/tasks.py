@@ -1,4 +1,4 @@
-"""Lists of tasks: splits that cannot overlap, drawing from seeds, files, fingerprints."""
+"""Lists of tasks: splits that cannot overlap, drawing from seeds, files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from common.tasks import SPLITS
 from common.types import Json, Task
-from envserver.env import SPLITS, DomainError
+from envserver.env import DomainError
 
 DRAWS_PER_TASK = 200  # seeds that `draw` tries per wanted task, before it says that there are not so many
 
@@ -55,7 +56,7 @@ class _Line(BaseModel):
 
     split: str = Field(pattern=f"^({'|'.join(SPLITS)})$")
     id: str = Field(min_length=1)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     payload: dict[str, Any]
 
 
@@ -96,11 +97,3 @@ def read_tasks(path: str, domain: str, content: Callable[[Json], str]) -> dict[s
         if not out[split]:
             raise DomainError(f'{path}: no task of split {split!r}; add lines with "split": "{split}"')
     return out
-
-
-def fingerprint(tasks: list[Task]) -> str:
-    """Of ids, seeds and payloads, in order: 32 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for task in tasks:
-        digest.update(json.dumps([task.id, task.seed, task.payload], sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from common import convert, wire
 from common.proto import rl_pb2 as pb
 from common.proto import rl_pb2_grpc as pb_grpc
+from common.tasks import SPLITS, fingerprint
 from common.types import Action, Observation, Status, Task, ToolCall
 from envserver.admission import Catalog, build_catalog, judge
-from envserver.env import SPLITS, Domain, EnvMisuse
+from envserver.env import Domain, EnvMisuse
 from envserver.server import EnvServer, Settings
 from envserver.sessions import Sessions
-from envserver.tasks import fingerprint
 
 # Mistakes of an agent that every domain must survive: each is an observation, none ends the process.
 WRONG_ACTIONS = (

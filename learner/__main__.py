@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from common.addresses import AddressesError
 from common.cli import ConfigError, load
 from common.wire import PortBusy
 
@@ -34,6 +35,7 @@ def main() -> int:
         from learner.assignments import EveryRolloutFails
         from learner.model.spec import ModelError
         from learner.pack import PackError
+        from learner.publisher import PublishError
         from learner.tasks import TasksError
         from learner.update import TrainingStopped
     except ConfigError as error:
@@ -41,7 +43,9 @@ def main() -> int:
     try:
         options = learner.Options(args.run.resolve(), args.resume, args.eval, args.tasks, args.mode)
         return learner.main(options, config, asked.is_set)
-    except (ConfigError, EveryRolloutFails, ModelError, PackError, TasksError, TrainingStopped, PortBusy) as error:
+    except (AddressesError, ConfigError, EveryRolloutFails, ModelError, PackError, PublishError) as error:
+        return refuse(error)
+    except (learner.Silence, PortBusy, TasksError, TrainingStopped) as error:
         return refuse(error)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.config import DomainConfig, RunConfig
 from common.convert import ConvertError, trajectory_parse
+from common.record import sequence_lengths
 from common.types import Assignment, ContextPolicy, Limits, Sampling, Source, Status, Trajectory
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
 from learner.rollouts import Group, Kind, Rollout
@@ -68,7 +69,7 @@ def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: R
         purpose="eval" if group.kind is Kind.EVAL else "train",
         limits=Limits(limits.max_turns, limits.max_tokens, limits.deadline_s),
         sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
-        context=ContextPolicy(domain.context.name, dict(domain.context.options)),
+        context=ContextPolicy(domain.context.name),
     )
 
 
@@ -82,22 +83,26 @@ def read(data: bytes, rollout_id: str, vocabulary: Vocabulary, versions: Collect
     return trajectory
 
 
-def check_assignment(trajectory: Trajectory, group: Group, rollout: Rollout) -> None:
-    """Raise RecordError unless `trajectory` is what `rollout` was asked for. A held-out rollout cannot pass for training:
-    its id, group and temperature are not those of a training rollout."""
-    task, source = group.task, group.kind.source
+def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
+    """Raise RecordError unless `trajectory` is an answer to `asked`. A held-out rollout cannot pass for training: its id,
+    group and sampling are not those of a training rollout. One that is longer than allowed would not fit a row."""
     pairs = [
-        ("rollout_id", trajectory.rollout_id, rollout.id),
-        ("attempt", trajectory.attempt, rollout.attempt),
-        ("group_id", trajectory.group_id, group.id),
-        ("task", (trajectory.task.domain, trajectory.task.id), (task.domain, task.id)),
-        ("source", trajectory.source, source),
+        ("rollout_id", trajectory.rollout_id, asked.rollout_id),
+        ("attempt", trajectory.attempt, asked.attempt),
+        ("group_id", trajectory.group_id, asked.group_id),
+        ("task", (trajectory.task.domain, trajectory.task.id), (asked.task.domain, asked.task.id)),
+        ("source", trajectory.source, asked.source),
+        ("sampling", trajectory.sampling, asked.sampling),
     ]
     for name, got, want in pairs:
         if got != want:
-            raise RecordError("assignment", rollout.id, f"{name} is {got!r}, assigned was {want!r}")
-    if group.kind is Kind.RL and trajectory.sampling.temperature <= 0:
-        raise RecordError("assignment", rollout.id, "temperature 0 (greedy) is for evaluation, this is a training rollout")
+            raise RecordError("assignment", asked.rollout_id, f"{name} is {got!r}, assigned was {want!r}")
+    lengths = sequence_lengths(trajectory.steps)
+    longest = max([*lengths, sum(lengths[-1:]) + len(trajectory.tail_ids)])
+    bounds = [("turns", len(lengths), asked.limits.max_turns), ("tokens", longest, asked.limits.max_tokens)]
+    for name, got, most in bounds:
+        if got > most:
+            raise RecordError("limits", asked.rollout_id, f"{got} {name}, allowed are {most}")
 
 
 def failure(trajectory: Trajectory) -> str:

@@ -5,6 +5,7 @@ Dimension key: A action tokens of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from common.types import Step, Trajectory
 from learner.evaluation import succeeded
 from learner.ledger import Ledger
 from learner.rollouts import SCORED, Group, Kind, State
+
+COINCIDENCE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +33,30 @@ class Batch:
     success: dict[str, float]  # domain -> share of its rollouts that succeeded
 
     @property
+    def identical(self) -> list[tuple[str, str]]:
+        """Rollouts that cannot be independent samples, see `identical_siblings`."""
+        return [pair for group in self.groups for pair in identical_siblings(group)]
+
+    @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group]
+
+
+def identical_siblings(group: Sequence[Trajectory]) -> list[tuple[str, str]]:
+    """Pairs of rollouts of a group that sampled the very same ids although that was next to impossible: engines that draw
+    with one seed for all make such groups, whose members teach nothing.
+
+    Two independent samples agree with the probability of the sequence, exp(sum of its logprobs); a group of G has fewer than
+    G² pairs, and an alarm may be wrong once in a million groups.
+    """
+    first: dict[tuple[bytes, ...], Trajectory] = {}
+    found = []
+    for trajectory in group:
+        twin = first.setdefault(tuple(step.action_ids.tobytes() for step in trajectory.steps), trajectory)
+        logprob = sum(float(step.action_logprobs.sum()) for step in trajectory.steps)
+        if twin is not trajectory and logprob < math.log(COINCIDENCE / len(group) ** 2):
+            found.append((twin.rollout_id, trajectory.rollout_id))
+    return found
 
 
 def build(groups: Sequence[Group], stored: Mapping[str, Trajectory], ledger: Ledger) -> Batch:

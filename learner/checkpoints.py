@@ -42,8 +42,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._newest = -1  # of this timeline: the last step that was saved or restored here
 
-    def save(self, step: int, arrays: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Begin to save. The step saved last may be named again: that changes nothing.
+    def save(self, step: int, arrays: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        """Begin to save; False when `step` is the one saved last, and stays as it is.
 
         Steps at or above `step` that this timeline did not save are from before a rollback; they give way.
         Raises CheckpointError for arrays that are not finite (a sick state must not push out a healthy one), for a step
@@ -51,7 +51,7 @@ class Checkpoints:
         """
         self.wait()
         if step == self._newest:
-            return
+            return False
         if step < self._newest:
             raise CheckpointError(f"step {step} comes after step {self._newest} was saved; restore an older step to go back")
         named = {name: np.asarray(array) for name, array in arrays.items()}
@@ -69,6 +69,7 @@ class Checkpoints:
         if not begun:
             raise CheckpointError(f"Orbax did not save step {step} in {self._folder}")
         self._newest = step
+        return True
 
     def wait(self) -> None:
         """Until the save in the background is committed. Raises CheckpointError if it failed."""

@@ -145,8 +145,8 @@ class Control:
     ) -> list[dict[str, Any]]:
         """Held-out success of `version` in each mode (those of the configuration by default); entries of summary.json.
 
-        Returns by eval.deadline_s; what is not done by then counts as failed. Engines should be held at `version`. When
-        `stop` says so or the run has ended, nothing is recorded and the result is empty. Raises EveryRolloutFails.
+        Returns by eval.deadline_s. Engines should be held at `version`. When something is not done by then, when `stop` says
+        so or the run has ended, nothing is recorded and the result is empty. Raises EveryRolloutFails.
         """
         limit = self.config.eval.deadline_s
         with self._changed:
@@ -159,9 +159,9 @@ class Control:
                 self._events("evaluation_incomplete", {"rollouts": len(late), "why": why})
                 self.ledger.cancel(Kind.EVAL)
             self.wait_name = ""
-            results, failed = self.evaluation.finish(recorded=not (late and (self.no_more or stop())))
+            results, failed = self.evaluation.finish()
             self._events("evaluation", {"results": results, "failed": failed})
-            return results
+            return [] if late else results
 
     # ---- reports -----------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Control:
             try:
                 if isinstance(trajectory, RecordError):
                     raise trajectory
-                check_assignment(trajectory, group, rollout)
+                check_assignment(trajectory, self._assignment(rollout))
             except RecordError as error:
                 self._inbox.quarantine(data)
                 self._fail(rollout, f"refused:{error.rule}", error.detail)

@@ -15,6 +15,7 @@ from common.types import Task, Trajectory
 from learner.assignments import EveryRolloutFails
 from learner.ledger import Ledger
 from learner.rollouts import Kind
+from learner.tasks import TasksError
 
 SPLIT = "heldout"
 Z95 = 1.959963984540054  # 97.5th percentile of the normal distribution
@@ -39,12 +40,13 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 def fixed_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> dict[str, Sequence[Task]]:
     """The first `count` held-out tasks of each domain: always the same ones.
 
-    Raises ValueError when a domain has fewer.
+    Raises TasksError when a domain has fewer.
     """
     for domain, listed in tasks.items():
         if len(listed) < count:
-            raise ValueError(
-                f"eval.tasks {count} exceeds the {len(listed)} held-out tasks of domain {domain!r}; lower eval.tasks"
+            raise TasksError(
+                f"eval.tasks {count} exceeds the {len(listed)} held-out tasks of domain {domain!r} that were found and admitted;"
+                " lower eval.tasks, or see why in the env server's log"
             )
     return {domain: listed[:count] for domain, listed in tasks.items()}
 
@@ -119,8 +121,9 @@ class Evaluation:
         if rollout_id in self.open:
             self._job(rollout_id).given_up(rollout_id)
 
-    def finish(self, recorded: bool = True) -> tuple[list[dict[str, Any]], int]:
-        """Results (none unless `recorded`), and how many rollouts failed; what is still open counts as failed.
+    def finish(self) -> tuple[list[dict[str, Any]], int]:
+        """Results, and how many rollouts failed. They are recorded if nothing is open any more: what is late is not a random
+        part of the tasks, short episodes come first.
 
         Raises EveryRolloutFails when a domain has no scored rollout although none is open: its success is unknown, and
         trying for longer would not tell.
@@ -128,7 +131,7 @@ class Evaluation:
         late = bool(self.open)
         for rollout_id in self.open:
             self.given_up(rollout_id)
-        results = [entry for job in self.jobs for entry in job.results() if recorded]
+        results = [entry for job in self.jobs for entry in job.results()]
         failed = sum(sum(job.failed.values()) for job in self.jobs)
         self.jobs = []
         for entry in () if late else results:
@@ -137,7 +140,7 @@ class Evaluation:
                     f"every {entry['mode']} held-out rollout of domain {entry['domain']!r} failed for good, so version "
                     f"{entry['version']} has no result; see events.jsonl (rollout_failed)"
                 )
-        self.results += results
+        self.results += [] if late else results
         return results, failed
 
     def _job(self, rollout_id: str) -> Job:

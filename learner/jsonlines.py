@@ -57,13 +57,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _whole_lines(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write `path` aside and rename it: readers see the old file or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

@@ -52,13 +52,13 @@ def token_logprobs(
         return flat.at[trained].get(mode="fill", fill_value=fill).reshape(-1, chunk, *x.shape[2:])
 
     @jax.checkpoint
-    def evaluate(states: jax.Array, targets: jax.Array, heat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = head(states) / heat[:, None]
+    def evaluate(states: jax.Array, targets: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = head(states) / temperature[:, None]
         total = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         return picked - total, total - jnp.sum(jax.nn.softmax(logits) * logits, axis=-1)
 
-    def skip(states: jax.Array, targets: jax.Array, heat: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def skip(states: jax.Array, targets: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.zeros(chunk, jnp.float32), jnp.zeros(chunk, jnp.float32)
 
     def step(carry: None, xs: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 from flax import nnx
 
+from common.addresses import Addresses
 from common.config import RunConfig
+from common.files import replace_file
 from common.types import EngineInfo
 from common.validate import Vocabulary
+from common.vocabulary import sampleable
 from common.wire import Tls
 from learner import tasks
 from learner.batch import Batch
@@ -30,14 +33,17 @@ from learner.control import Control
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
+from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
 from learner.update import Trainer
 
 log = logging.getLogger(__name__)
 
+ASKED_TO_END = 128 + signal.SIGTERM  # exit status
 START_S = 300.0  # for env servers to list their tasks and for engines to serve the first version
 LOSS_WINDOW = 8  # warm updates whose mean loss is compared with warm.target_loss
+EVALUATION_TRIES = 2
 TAKE_S = 1.0  # the main thread looks up so often while it waits for rollouts
 
 
@@ -45,38 +51,8 @@ class Stopped(Exception):
     """The process was asked to end."""
 
 
-@dataclass
-class Totals:
-    """What the summary adds up over the run; saved with every checkpoint."""
-
-    seconds: float = 0.0  # of earlier incarnations
-    warm_end: int = 0  # the supervised update that is the last, once the loss was low enough; 0: warm.updates is
-    lag_tokens: float = 0.0  # sum of lag over trained tokens
-    lag_max: int = 0
-    tokens: int = 0
-
-
-@dataclass(eq=False)
-class Run:
-    """The parts of a learner."""
-
-    config: RunConfig
-    path: Path
-    folder: RunFolder
-    control: Control
-    trainer: Trainer
-    publisher: Publisher
-    checkpoints: Checkpoints
-    server: grpc.Server
-    stop: Callable[[], bool]
-    totals: Totals = field(default_factory=Totals)
-    started: float = field(default_factory=time.monotonic)
-    update: int = 0  # RL updates done
-    version: int = 0  # the newest published weights
-    saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
-
-    def seconds(self) -> float:
-        return self.totals.seconds + time.monotonic() - self.started
+class Silence(RuntimeError):
+    """Nothing has come for so long that nobody can be expected to come back; the message says what is waited for."""
 
 
 # ---- the algorithm -------------------------------------------------------------------------------------------
@@ -90,6 +66,8 @@ def train(run: Run) -> None:
         begin(run)
     run.control.start_rl()
     while run.update < run.config.learner.updates:
+        if run.config.eval.every and run.update and run.update % run.config.eval.every == 0:
+            evaluate_once(run, "rl")  # here, so that a resumed run makes it too
         batch = take(run)
         metrics = run.trainer.policy_update(batch.groups, batch.live, run.version)
         if not metrics["optimizer_steps"] and (metrics["skipped_nonfinite"] or not metrics["trained_tokens"]):
@@ -103,9 +81,7 @@ def train(run: Run) -> None:
             run.control.published(run.version, run.update)  # every gradient was zero: the same policy, no update older
         record(run, batch, metrics)
         if run.update % run.config.checkpoint.every == 0 or run.update == run.config.learner.updates:
-            save(run)
-        if run.config.eval.every and run.update % run.config.eval.every == 0 and run.update < run.config.learner.updates:
-            evaluate_once(run, "rl")
+            run.save()
     evaluate_once(run, "rl")
 
 
@@ -114,42 +90,34 @@ def begin(run: Run) -> None:
     if run.config.eval.init:
         evaluate_once(run, "init")
     if run.config.warm.updates:
-        if run.control.ledger.warm_update < last_warm_update(run):
+        if run.control.ledger.warm_update < run.last_warm_update:
             warm_start(run)
             publish(run)
         evaluate_once(run, "warm")
-        save(run)  # a crash in the first updates does not repeat the warm start
+        run.save()  # a crash in the first updates does not repeat the warm start
     run.trainer.forget_moments()
 
 
-def last_warm_update(run: Run) -> int:
-    return run.totals.warm_end or run.config.warm.updates
-
-
 def warm_start(run: Run) -> None:
-    """Supervised updates on reference rollouts, until there were enough or the loss is low enough.
-
-    The learning rate is constant and falls linearly over the last `warm.cooldown` updates (warm-up, stable, decay of
-    arXiv:2404.06395, section 4, without the warm-up): what one update changes at the full rate moves greedy success by
-    several percent, so without it a warm start ends at the luck of its last update.
-    """
+    """Supervised updates on reference rollouts, until there were enough or the loss is low enough."""
     warm, losses = run.config.warm, deque[float](maxlen=LOSS_WINDOW)
     run.control.start_warm()
-    while (done := run.control.ledger.warm_update) < last_warm_update(run):
-        lr = warm.lr * min(1.0, (last_warm_update(run) - done) / (warm.cooldown + 1))
-        losses.append(supervise(run, lr).get("loss", math.nan))
-        log.info("warm start %d/%d: loss %.4f, lr %.2e", done + 1, last_warm_update(run), losses[-1], lr)
+    while (done := run.control.ledger.warm_update) < run.last_warm_update:
+        losses.append(supervise(run).get("loss", math.nan))
+        log.info("warm start %d/%d: loss %.4f", done + 1, warm.updates, losses[-1])
         mean = sum(losses) / LOSS_WINDOW
-        if not run.totals.warm_end and len(losses) == LOSS_WINDOW and mean < warm.target_loss:
-            run.totals.warm_end = min(warm.updates, done + 1 + warm.cooldown)
+        if len(losses) == LOSS_WINDOW and mean < warm.target_loss:
+            run.totals.warm_end = done + 1
             run.folder.event("warm_target", {"updates": done + 1, "loss": mean})
+        elif (done + 1) % run.config.checkpoint.every == 0:
+            run.save()
 
 
-def supervise(run: Run, lr: float) -> dict[str, float]:
+def supervise(run: Run) -> dict[str, float]:
     """One supervised update that was made."""
     while True:
         batch = take(run)
-        metrics = run.trainer.supervised(batch.trajectories, lr)
+        metrics = run.trainer.supervised(batch.trajectories, run.config.warm.lr)
         if not metrics["skipped_nonfinite"]:
             run.control.commit(batch)
             return metrics
@@ -157,12 +125,19 @@ def supervise(run: Run, lr: float) -> dict[str, float]:
 
 
 def take(run: Run) -> Batch:
+    """The next batch. Raises Stopped, PublishError when weights cannot be written any more, and Silence."""
+    heard, since = -1, time.monotonic()
     while True:
         if run.stop():
             raise Stopped
+        run.publisher.check()
         batch = run.control.take(TAKE_S)
         if batch is not None:
             return batch
+        if (deliveries := sum(run.control.deliveries.values())) != heard:
+            heard, since = deliveries, time.monotonic()
+        elif time.monotonic() - since > run.config.learner.give_up_s:
+            raise Silence(f"no rollout came for {run.config.learner.give_up_s:g} s: {run.control.status()['sentence']}")
 
 
 def publish(run: Run) -> None:
@@ -193,12 +168,17 @@ def evaluate_once(run: Run, phase: str) -> None:
 
 
 def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
-    """Held-out success of the newest version. Raises Stopped."""
-    wait_served(run)  # a version that is still being written cannot be held
-    with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
-        results = run.control.evaluate(phase, version, stop=run.stop)
-    if run.stop():
-        raise Stopped
+    """Held-out success of the newest version; none when it was not done by its deadline, twice. Raises Stopped."""
+    results: list[dict[str, Any]] = []
+    for _ in range(EVALUATION_TRIES):
+        wait_served(run)  # a version that is still being written cannot be held
+        with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
+            results = run.control.evaluate(phase, version, stop=run.stop)
+        if run.stop():
+            raise Stopped
+        if results:
+            break
+        log.warning("eval %s was not done in %g s and is not recorded", phase, run.config.eval.deadline_s)
     for result in results:
         low, high = result["ci95"]
         log.info(
@@ -222,9 +202,13 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
         "lag_mean": batch.lag_mean,
         "lag_max": batch.lag_max,
         "stale": batch.stale,
+        "identical": len(identical := batch.identical),
         "version": run.version,
         "seconds": run.seconds(),
     }
+    if identical:
+        why = "siblings sampled the same ids, which chance does not explain: does the engine use the request's seed?"
+        run.folder.event("identical_siblings", {"alarm": why, "pairs": identical[:10], "count": len(identical)})
     values |= {f"success/{domain}": value for domain, value in batch.success.items()}
     run.folder.metrics(run.update, values)
     run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
@@ -233,58 +217,6 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
         run.update, run.config.learner.updates, values["reward"], batch.lag_mean, metrics.get("entropy", 0.0),
         f"{metrics['gap_mean']:.1e}" if "gap_mean" in metrics else "unknown", metrics.get("grad_norm", 0.0), batch.live_tokens,
     )  # fmt: skip
-
-
-# ---- checkpoints and the summary -------------------------------------------------------------------------------
-
-
-def save(run: Run) -> None:
-    """One moment: parameters, optimizer, ledger, sampler, spool offsets, evaluations, totals."""
-    committed(run)
-    run.saved = run.control.state()
-    totals = asdict(replace(run.totals, seconds=run.seconds()))
-    state = {"update": run.update, "control": run.saved, "totals": totals}
-    run.checkpoints.save(run.update, run.trainer.state_tree(), state)
-
-
-def committed(run: Run) -> None:
-    """Wait for the checkpoint before; what only older ones needed of the spool can go."""
-    run.checkpoints.wait()
-    if run.saved:
-        run.control.committed(run.saved)
-        run.saved = {}
-
-
-def restore(run: Run) -> None:
-    """Go on from the newest committed checkpoint; without one the run starts at its beginning."""
-    if run.checkpoints.latest() is None:
-        run.folder.event("resume_from_start", {"reason": "no committed checkpoint"})
-        return
-    _, arrays, state = run.checkpoints.restore()
-    run.trainer.restore_tree(arrays)
-    run.control.restore(state["control"])
-    run.totals, run.update = Totals(**state["totals"]), state["update"]
-    log.info("resumed after update %d as incarnation %d", run.update, run.folder.incarnation)
-
-
-def summarize(run: Run) -> None:
-    """Close the books: whatever is open is cancelled, so that the outcomes add up to what was dispatched."""
-    run.control.finish()
-    counts = run.control.counts()
-    totals = run.totals
-    run.folder.summary(
-        {
-            "config": run.config.model_dump(),
-            "seed": run.config.seed,
-            "updates": run.update,
-            "wall_seconds": run.seconds(),
-            "rollouts": {name: counts[name] for name in counts if name != "open"},
-            "evals": run.control.evaluation.results,
-            "tokens": dict(run.control.tokens),
-            "lag": {"mean": totals.lag_tokens / max(1, totals.tokens), "max": totals.lag_max},
-            "recompilations_after_warmup": run.publisher.recompilations(),
-        }
-    )
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -302,8 +234,8 @@ class Options:
 
 
 def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
-    """Everything but the loop. Raises ValueError, ModelError, TasksError, PortBusy, OSError."""
-    addresses = json.loads((options.run / "addresses.json").read_text())
+    """Everything but the loop. Raises AddressesError, ModelError, TasksError, PortBusy, OSError."""
+    addresses = Addresses.read(options.run)
     tls = Tls(**config.tls.model_dump())
     if options.evaluate:
         chosen = {"tasks": options.tasks or config.eval.tasks, "modes": [options.mode] if options.mode else config.eval.modes}
@@ -314,15 +246,15 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     if config.model.path:
         spec, weights = hf.load(config.model.path)
     folder = RunFolder(options.run)
-    found = tasks.fetch(addresses["envs"], tls, START_S, stop)
-    vocabulary = Vocabulary(rows=spec.vocab_size, sampleable=spec.vocab_size)
+    found = tasks.fetch(addresses.envs, tls, START_S, stop)
+    vocabulary = Vocabulary(rows=spec.vocab_size, sampleable=sampleable(options.run / "model"))
     control = Control(config, found, options.run, folder.incarnation, vocabulary, folder.event)
-    server, _ = serve(control, addresses["learner"], tls)
+    server, _ = serve(control, addresses.learner, tls)
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
     publisher = Publisher(
         PublisherOptions(options.run, folder.incarnation),
-        [EngineInfo(e["name"], e["url"], e["pool"], 0, "starting") for e in addresses["engines"]],
+        [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
         lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
         folder.event,
         control.set_engines,
@@ -332,31 +264,39 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
 
 
 def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
-    """Returns the exit status: 0 also when it was asked to end."""
+    """Returns the exit status: 143 when it was asked to end before all was done."""
     run = start(options, config, stop)
     try:
         if options.resume or options.evaluate:
-            restore(run)
+            run.restore()
         if options.evaluate:
             publish(run)
-            evals = evaluate(run, "rl")
-            (options.run / "eval.json").write_text(json.dumps({"updates": run.update, "evals": evals}, indent=1) + "\n")
+            evaluate_and_tell(run, options.run / "eval.json")
             run.control.finish()
         else:
             run.folder.begin(run.update)
             (options.run / SUMMARY).unlink(missing_ok=True)
             train(run)
-            summarize(run)
+            run.summarize()
     except Stopped:
         log.info("asked to end after update %d", run.update)
         run.folder.event("stopped", {"update": run.update})
         if not options.evaluate:
             if run.update or run.control.ledger.warm_update:
-                save(run)
-            summarize(run)
+                run.save()
+            if run.update < run.config.learner.updates:  # else a resume has the last evaluation to make, and sums up
+                run.summarize()
+        return ASKED_TO_END
     finally:
         close(run)
     return 0
+
+
+def evaluate_and_tell(run: Run, path: Path) -> None:
+    found = {"updates": run.update, "evals": evaluate(run, "rl")}
+    if not found["evals"]:
+        raise Silence(f"the evaluation was not done in {run.config.eval.deadline_s:g} s, twice; see why in events.jsonl")
+    replace_file(path, json.dumps(found, indent=1).encode() + b"\n")
 
 
 def close(run: Run) -> None:

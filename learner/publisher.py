@@ -22,8 +22,9 @@ import numpy as np
 
 from common.types import EngineInfo
 from learner.engine_api import Deadlines, EngineApi, EngineError, EngineGone
-from learner.weights import WeightFolder
+from learner.weights import WeightFolder, leaves
 
+REFUSALS = 3  # of an engine's first update, before it is given up
 Params = Mapping[Any, Any]  # names to NumPy arrays, may be nested; the publisher's own from `publish` on
 Save = Callable[[Params, Path], None]  # writes what an engine loads (safetensors, config.json) into an empty folder
 Events = Callable[[str, dict[str, Any]], None]
@@ -35,6 +36,10 @@ class PublishError(RuntimeError):
 
 class NotReady(PublishError):
     """No engine serves a version yet."""
+
+
+class EnginesRefuse(PublishError):
+    """Every engine has answered every update with a 4xx, and none has ever taken one: waiting will not help."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Publisher:
         self._newest = 0  # written and whole, of this incarnation
         self._hold: _Hold | None = None
         self._pins: Counter[int] = Counter()
+        self._refusals: Counter[int] = Counter()  # engine -> 4xx in a row, of one that never took an update
         self._failure: BaseException | None = None
         self._closing = False
         self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
@@ -98,8 +104,8 @@ class Publisher:
         Raises PublishError when a parameter is not finite (nothing is written and no version is used), or when an
         earlier publication failed in the background.
         """
-        self._raise_failure()
-        for name, array in _leaves(params):
+        self.check()
+        for name, array in leaves(params):
             bad = int(array.size - np.count_nonzero(np.isfinite(array)))
             if bad:
                 raise PublishError(f"update {update} is not published: {bad} of {array.size} values of {name} are not finite")
@@ -123,11 +129,6 @@ class Publisher:
             )
         return updates[version]
 
-    def updates(self) -> dict[int, int]:
-        """Version -> update, of every version of the run, all incarnations."""
-        with self._changed:
-            return self._folder.updates()
-
     def engines(self) -> list[EngineInfo]:
         with self._changed:
             return list(self._table)
@@ -135,16 +136,19 @@ class Publisher:
     def wait_ready(self, version: int, timeout: float) -> int:
         """Wait until at least one engine serves `version` or a later one, and return what it serves.
 
-        Raises NotReady after `timeout` seconds, with the state of every engine, and PublishError when writing failed.
+        Raises NotReady after `timeout` seconds, with the state of every engine, EnginesRefuse, and PublishError when writing
+        failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._served() >= version, timeout)
-            served, table, hold = self._served(), list(self._table), self._hold
-        self._raise_failure()
+            self._changed.wait_for(lambda: self._failure or self._served() >= version or self._hopeless(), timeout)
+            served, table, hold, hopeless = self._served(), list(self._table), self._hold, self._hopeless()
+        self.check()
         if served >= version:
             return served
         rows = "; ".join(f"{e.name} at {e.url} is {e.state}{f' ({e.reason})' if e.reason else ''}" for e in table)
         held = f"; evaluation holds version {hold.version}" if hold else ""
+        if hopeless:
+            raise EnginesRefuse(f"no engine takes version {version}: {rows}; is each of them SGLang 0.5, and reads it weights/?")
         raise NotReady(f"no engine serves version {version} after {timeout:g} s: {rows or 'there are no engines'}{held}")
 
     @contextmanager
@@ -213,7 +217,8 @@ class Publisher:
                 self._changed.notify_all()
             self._events("publisher_failed", {"reason": f"{type(error).__name__}: {error}"})
 
-    def _raise_failure(self) -> None:
+    def check(self) -> None:
+        """Raises PublishError when a thread of the publisher has failed."""
         if self._failure is not None:
             raise PublishError(f"publishing failed: {type(self._failure).__name__}: {self._failure}") from self._failure
 
@@ -253,6 +258,10 @@ class Publisher:
         held = self._hold.version if self._hold is not None else 0
         return max((e.version for e in self._table if e.state == "ready" and held in (0, e.version)), default=0)
 
+    def _hopeless(self) -> bool:
+        """The caller holds the lock."""
+        return bool(self._table) and all(self._refusals[index] >= REFUSALS for index in range(len(self._table)))
+
     def _set_engine(self, index: int, **changes: Any) -> None:
         with self._telling:
             with self._changed:
@@ -273,6 +282,7 @@ class _EngineKeeper:
         self._publisher = publisher
         self._index = index
         self._api = api
+        self._proven = False  # it took an update
         self._in_doubt = False  # an update began and was not finished: paused, or weights of unknown origin
         self._failures = 0
         self._retry_at = 0.0  # time.monotonic()
@@ -300,6 +310,7 @@ class _EngineKeeper:
             return
         except EngineError as error:
             self._set(state="quarantined", reason=str(error))
+            self._count(error)
             return
         if target == 0:
             self._set(version=version, state="starting", reason="no weights are published yet")
@@ -328,7 +339,7 @@ class _EngineKeeper:
         except EngineError as error:
             self._quarantine(stage, target, error)
         else:
-            self._in_doubt, self._failures, self._retry_at = False, 0, 0.0
+            self._in_doubt, self._failures, self._retry_at, self._proven = False, 0, 0.0, True
             self._set(version=target, state="ready", reason="")
             self._publisher._events(
                 "engine_updated", {"name": self._info.name, "version": target, "seconds": time.monotonic() - started}
@@ -345,6 +356,15 @@ class _EngineKeeper:
         problem = self._undo_pause(stage)
         if problem:
             self._set(reason=f"{reason}; it may still be paused: {problem}")
+        self._count(error)
+
+    def _count(self, error: EngineError) -> None:
+        """Hear that the engine failed: a 4xx says that it will never do otherwise."""
+        shared = self._publisher
+        with shared._changed:
+            hopeless = 400 <= error.status < 500 and not self._proven
+            shared._refusals[self._index] = shared._refusals[self._index] + 1 if hopeless else 0
+            shared._changed.notify_all()
 
     def _undo_pause(self, stage: str) -> str:
         """Let the engine go on; "" or why that failed. After an unproven update nothing may go on with the old cache."""
@@ -373,11 +393,3 @@ class _EngineKeeper:
 def _number(label: str) -> int:
     """The version that an engine's label means; 0 for "default" or anyone else's label."""
     return int(label) if label.isdigit() else 0
-
-
-def _leaves(params: Params, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    for name, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", np.asarray(value)

@@ -22,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.convert import trajectory_bytes, trajectory_parse
+from common.files import replace_file
 from common.types import Source, Trajectory
-from learner.jsonlines import JsonLines, read_lines, replace_file
+from learner.jsonlines import JsonLines, read_lines
 from learner.metrics import INCARNATIONS, MetricsLog
 from learner.summary import Summary
 

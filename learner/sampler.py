@@ -6,8 +6,6 @@ kept for reports and for samplers that weigh tasks.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from common.seeds import derive_seed
+from common.tasks import fingerprint
 from common.types import Task
+from learner.tasks import TasksError
 
 
 @dataclass
@@ -34,22 +34,14 @@ class _Domain:
     cursor: int = 0
 
 
-def fingerprint(tasks: Sequence[Task]) -> str:
-    """Of ids, seeds and payloads, in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for task in tasks:
-        digest.update(json.dumps([task.id, task.seed, task.payload], sort_keys=True).encode())
-    return digest.hexdigest()
-
-
 class TaskSampler:
     """Draws training tasks. Same seed, same tasks, same draws."""
 
     def __init__(self, tasks: Mapping[str, Sequence[Task]], weights: Mapping[str, float], seed: int) -> None:
-        """`tasks` by domain. Raises ValueError when a domain has none."""
+        """`tasks` by domain. Raises TasksError when a domain has none."""
         for name in weights:
             if not tasks.get(name):
-                raise ValueError(f"domain {name!r} lists no training tasks; set domains.train_tasks or its options")
+                raise TasksError(f"domain {name!r} lists no training tasks; set domains.train_tasks or its options")
         self._seed = seed
         self._domains = {name: _Domain(tasks[name], fingerprint(tasks[name])) for name in weights}
         total = sum(weights.values())

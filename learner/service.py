@@ -19,6 +19,8 @@ from learner.control import Control
 SERVICE = pb.DESCRIPTOR.services_by_name["LearnerService"].full_name
 WORKERS = 16
 PARTIAL_BYTES = 2 * wire.MAX_TRAJECTORY_BYTES  # chunks of unfinished messages kept together
+LEASE_PART = 4  # assignments that are leased at once
+LEASE_BYTES = 2 * 2**20  # a reply that has more is sent: the actor asks again for what is left
 PARTIAL_S = 120.0  # chunks of a sender that went silent are dropped after so long
 ACTOR_WAITS = 1_000  # of one Renew that are kept
 
@@ -77,14 +79,17 @@ class LearnerService(rl_pb2_grpc.LearnerServiceServicer):
         self._partials = Partials()
 
     def Lease(self, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:  # noqa: N802 - the wire's name
-        leased = self._control.lease(request.actor_id, request.capacity)
-        return pb.LeaseReply(
-            incarnation=self._control.incarnation,
-            assignments=map(assignment_to, leased.assignments),
-            no_more=leased.no_more,
-            retry_after_s=leased.retry_after_s,
-            engines=map(engine_to, self._control.engines),
-        )
+        reply = pb.LeaseReply(incarnation=self._control.incarnation)
+        while True:
+            wanted = min(LEASE_PART, request.capacity - len(reply.assignments))
+            leased = self._control.lease(request.actor_id, wanted)
+            reply.assignments.extend(map(assignment_to, leased.assignments))
+            full = len(reply.assignments) >= request.capacity or reply.ByteSize() > LEASE_BYTES
+            if full or len(leased.assignments) < wanted:
+                break
+        reply.no_more, reply.retry_after_s = leased.no_more, leased.retry_after_s
+        reply.engines.extend(map(engine_to, self._control.engines))
+        return reply
 
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.RenewReply:  # noqa: N802
         running = [(key.rollout_id, key.attempt) for key in request.running]

@@ -11,9 +11,9 @@ from common import wire
 from common.convert import task_from
 from common.proto import rl_pb2 as pb
 from common.proto import rl_pb2_grpc
+from common.tasks import SPLITS
 from common.types import Task
 
-SPLITS = ("train", "heldout")
 PAGE = 1000
 CALL_S = 10.0  # of one call; a server that is still checking its tasks does not listen yet
 RETRY_S = 0.2
@@ -21,8 +21,8 @@ RETRY_S = 0.2
 Tasks = dict[str, dict[str, list[Task]]]  # domain -> split -> tasks
 
 
-class TasksError(RuntimeError):
-    """A domain's tasks cannot be had; the message names the servers and what to look at."""
+class TasksError(ValueError):
+    """A domain's tasks cannot be had, or are fewer than the run needs; the message says what to look at or to change."""
 
 
 def fetch(envs: Mapping[str, Sequence[str]], tls: wire.Tls, timeout: float, stop: Callable[[], bool]) -> Tasks:

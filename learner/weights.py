@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from learner.jsonlines import JsonLines, read_lines
 
@@ -77,3 +80,12 @@ class WeightFolder:
 
     def close(self) -> None:
         self._index.close()
+
+
+def leaves(params: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays of a nested mapping."""
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", np.asarray(value)

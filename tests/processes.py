@@ -1,5 +1,7 @@
 """Waiting for what other threads and processes do, and seeing that they are gone."""
 
+import asyncio
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +13,16 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Non
     while not condition():
         assert time.monotonic() < end, f"waited in vain for {what}"
         time.sleep(0.005)
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """The same on an event loop, which goes on meanwhile; the condition may be a coroutine function."""
+    async with asyncio.timeout(seconds):
+        while True:
+            found = condition()
+            if await found if inspect.isawaitable(found) else found:
+                return
+            await asyncio.sleep(0.005)
 
 
 def left_clean(made: Any) -> Iterator[Any]:

@@ -3,7 +3,8 @@
     python tools/bench_learning.py --configs smoke smoke_ppo arithmetic --seeds 1 2 3
 
 Prints a table and writes runs/bench/learning.json. Every number is held-out greedy success on the same tasks. Finished
-runs under runs/learning/ are kept and not repeated, so that an interrupted benchmark goes on where it stopped.
+runs under runs/learning/ are kept and not repeated while their configuration stays the same, so that an interrupted benchmark
+goes on where it stopped; "commit" names the commits that they were made with.
 """
 
 from __future__ import annotations
@@ -19,17 +20,29 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from common.cli import load  # noqa: E402 - the packages are in the repository root
+from tools.launching.preflight import resolve_paths  # noqa: E402
+from tools.launching.runs import finished, read_json  # noqa: E402
 
 
-def run(config: str, seed: int, control: bool, base: Path) -> dict[str, Any]:
-    """The summary of one run, started unless it has finished before."""
-    name = f"{config}-{'control-' if control else ''}{seed}"
-    summary = base / name / "summary.json"
-    if not summary.is_file():
-        command = [sys.executable, "tools/launch.py", "local", f"configs/{config}.toml", "--overwrite", "--runs", str(base)]
-        command += [f"--seed={seed}", f"--name={name}", f"--algorithm.zero_advantages={str(control).lower()}"]
-        subprocess.run(command, cwd=ROOT, check=True)
-    return json.loads(summary.read_text())
+def run(name: str, seed: int, control: bool, base: Path) -> dict[str, Any]:
+    """The summary of one run, started unless it has finished before with the same configuration."""
+    run_name = f"{name}-{'control-' if control else ''}{seed}"
+    overrides = [f"--seed={seed}", f"--name={run_name}", f"--algorithm.zero_advantages={str(control).lower()}"]
+    wanted = resolve_paths(load(ROOT / "configs" / f"{name}.toml", overrides), [ROOT])
+    summary = read_json(base / run_name / "summary.json")
+    if not finished(base / run_name, wanted) or summary["config"] != wanted.model_dump():
+        command = [sys.executable, "tools/launch.py", "local", f"configs/{name}.toml", "--overwrite", "--runs", str(base)]
+        subprocess.run([*command, *overrides], cwd=ROOT, check=True)
+        summary = read_json(base / run_name / "summary.json") | {"commit": head()}
+        (base / run_name / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
+def head() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def success(summary: dict[str, Any], phase: str) -> float:
@@ -50,10 +63,12 @@ def main() -> None:
     args = parser.parse_args()
     measurements: dict[str, float] = {}
     rows: list[str] = []
+    commits: set[str] = set()
     for config in args.configs:
         for control in (False, True):
             name = f"{config}{'_control' if control else ''}"
-            summaries = [run(config, seed, control, args.runs) for seed in args.seeds]
+            summaries = [run(config, seed, control, args.runs.resolve()) for seed in args.seeds]
+            commits |= {s["commit"] for s in summaries if "commit" in s}
             warm = [success(s, "warm") for s in summaries]
             rl = [success(s, "rl") for s in summaries]
             wall = [s["wall_seconds"] for s in summaries]
@@ -66,9 +81,10 @@ def main() -> None:
     print("\n".join(rows))
     out = ROOT / "runs" / "bench" / "learning.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
-    out.write_text(json.dumps({"measurements": measurements, "machine": machine, "commit": commit}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"measurements": measurements, "machine": machine, "commit": " ".join(sorted(commits))}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.cli import load
+from common.cli import ConfigError, load
 
 
 def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
@@ -25,29 +25,46 @@ def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.N
     yield f"updates: {summary['updates']} of {updates}", summary["updates"] == updates
     yield f"lag at most {max_lag}: {summary['lag']['max']}", summary["lag"]["max"] <= max_lag
     yield f"compilations after warm-up: {summary['recompilations_after_warmup']}", not summary["recompilations_after_warmup"]
-    greedy = {e["phase"]: e for e in summary["evals"] if e["mode"] == "greedy"}
-    warm, rl = greedy.get("warm", {}), greedy.get("rl", {})
+    for domain in sorted({e["domain"] for e in summary["evals"]}):
+        yield from _learned(domain, [e for e in summary["evals"] if e["domain"] == domain and e["mode"] == "greedy"], args)
+
+
+def _learned(domain: str, evals: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """What was asked of one domain's greedy success: the first evaluation after the warm start, the last after RL."""
+    warm = next((e for e in evals if e["phase"] == "warm"), None)
+    rl = next((e for e in reversed(evals) if e["phase"] == "rl"), None)
     if args.max_warm is not None:
-        yield f"success after the warm start {warm['success']:.3f} <= {args.max_warm}", warm["success"] <= args.max_warm
+        yield _bound(domain, "after the warm start", warm, "<=", args.max_warm)
     if args.min_rl is not None:
-        yield f"success after RL {rl['success']:.3f} >= {args.min_rl}", rl["success"] >= args.min_rl
+        yield _bound(domain, "after RL", rl, ">=", args.min_rl)
     if args.disjoint:
-        low, high = rl["ci95"][0], warm["ci95"][1]
-        yield f"intervals disjoint: RL from {low:.3f}, warm start up to {high:.3f}", low > high
+        low, high = rl["ci95"][0] if rl else 0.0, warm["ci95"][1] if warm else 1.0
+        yield f"{domain}: intervals disjoint: RL from {low:.3f}, warm start up to {high:.3f}", low > high
 
 
-def main() -> int:
+def _bound(domain: str, when: str, found: dict[str, Any] | None, sign: str, bound: float) -> tuple[str, bool]:
+    if found is None:
+        return f"{domain}: success {when} was not evaluated", False
+    ok = found["success"] <= bound if sign == "<=" else found["success"] >= bound
+    return f"{domain}: success {when} {found['success']:.3f} {sign} {bound}", ok
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--min-rl", type=float, help="least held-out greedy success after RL")
     parser.add_argument("--max-warm", type=float, help="most held-out greedy success after the warm start")
     parser.add_argument("--disjoint", action="store_true", help="the two 95%% intervals must not meet")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     path = args.run / "summary.json"
     if not path.is_file():
         print(f"polyturn: error: {path} does not exist: the run has not finished", file=sys.stderr)
         return 2
-    config = load(args.run / "config.toml")
+    try:
+        config = load(args.run / "config.toml")
+    except ConfigError as error:
+        print(f"polyturn: error: {error}", file=sys.stderr)
+        return 2
     failed = 0
     for line, ok in checks(json.loads(path.read_text()), config.learner.max_lag, config.learner.updates, args):
         print(("ok    " if ok else "FAILED"), line)

@@ -6,7 +6,8 @@
     python tools/launch.py status RUN
 
 RUN is a run's folder, or its name below --runs (default: runs). --overwrite removes a run folder of the same name.
-Exit status: 0 done, 1 a process kept crashing, 2 wrong input, 130 and 143 after Ctrl-C and SIGTERM.
+Exit status: 0 done, 1 a process kept crashing, 2 refused (wrong input, or a run that cannot go on; a line says why), 129, 130
+and 143 after SIGHUP, Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -67,13 +68,16 @@ def prepare_new(options: Namespace, overrides: list[str]) -> tuple[RunConfig, Pa
     if run.exists():
         if not options.overwrite:
             raise Refusal(f"{run} exists; resume it, add --overwrite to remove it, or choose another --name={config.name}-2")
-        if not (run / "config.toml").is_file() and any(run.iterdir()):
-            raise Refusal(f"{run} is not a run's folder (no config.toml): --overwrite does not remove it; choose another --name")
+        if not runs.is_run(run) and (not run.is_dir() or any(run.iterdir())):
+            raise Refusal(f"{run} is not a run's folder: --overwrite does not remove it; choose another --name")
         if runs.is_running(run):
             raise Refusal(f"{run} is running: --overwrite does not remove it; stop it first")
         shutil.rmtree(run)
         print(f"removed {run}")
-    run.mkdir(parents=True)
+    try:
+        run.mkdir(parents=True)
+    except OSError as error:
+        raise Refusal(f"{run} cannot be made: {error.strerror}; choose another --runs") from error
     return config, run
 
 
@@ -92,7 +96,7 @@ def prepare_old(options: Namespace) -> tuple[RunConfig, Path]:
     for domain in config.domains if options.verb == "eval" else []:
         if not 0 <= options.tasks <= domain.heldout_tasks:
             raise Refusal(
-                f"--tasks {options.tasks}: domain {domain.name} has {domain.heldout_tasks} held-out tasks; ask for fewer"
+                f"--tasks {options.tasks}: domain {domain.name} has {domain.heldout_tasks} held-out tasks; ask for 1 to as many"
             )
     check(config)
     return config, run
@@ -115,8 +119,8 @@ def supervise(options: Namespace, config: RunConfig, run: Path, root: Path, pati
     poller = Poller(addresses.learner, tls_of(config))
     with make_view(poller, f"{options.verb} {run}") as view:
         plan = programs(config, run, addresses, learner_arguments(options))
-        view.say(f"{options.verb} {run}: {', '.join(program.name for program in plan)}; logs in {run / 'logs'}")
         supervisor = Supervisor(plan, run, root, view, patience)
+        supervisor.say(f"{options.verb} {run}: {', '.join(program.name for program in plan)}; logs in {run / 'logs'}")
         outcome = supervisor.run()
     lock.free()
     results = run / ("eval.json" if options.verb == "eval" else "summary.json")
@@ -140,8 +144,8 @@ def status(run: Path) -> int:
         print(f"{run} is running; its learner does not answer yet (it starts, compiles or restarts); see {run / 'logs'}.")
     else:
         state = "has finished" if runs.finished(run, config) else "is not running"
-        steps = runs.checkpoint_steps(run)
-        print(f"{run} {state}; {f'newest checkpoint: update {steps[-1]}' if steps else 'no checkpoint'}.")
+        newest = runs.newest_checkpoint(run, config)
+        print(f"{run} {state}; {f'newest checkpoint: {newest}' if newest else 'no checkpoint'}.")
         summary = runs.read_json(run / "summary.json")
         if summary:
             print("\n".join(report.summary(summary, {})))
@@ -166,4 +170,7 @@ def main(arguments: list[str], root: Path = ROOT, patience: Patience = Patience(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before anything was started
+        sys.exit(130)

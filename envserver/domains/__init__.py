@@ -24,10 +24,10 @@ def _arithmetic(options: Mapping[str, Any], instructions: str) -> Domain:
 
 @dataclass(frozen=True)
 class Row:
-    """`package` is what the domain's extra installs; the extra has the domain's name."""
+    """`package` is what the domain's extra installs; the extra has the domain's name. Empty: it needs nothing more."""
 
     load: Callable[[Mapping[str, Any], str], Domain]
-    package: str
+    package: str = ""
 
 
 DOMAINS: dict[str, Row] = {
@@ -41,7 +41,7 @@ def check_installed(name: str, table: Mapping[str, Row] = DOMAINS) -> Row:
     if name not in table:
         raise DomainError(f"unknown domain {name!r}; known domains: {', '.join(sorted(table))}")
     row = table[name]
-    if importlib.util.find_spec(row.package) is None:
+    if row.package and importlib.util.find_spec(row.package) is None:
         raise DomainError(f"domain {name!r} needs {row.package}: pip install 'polyturn[{name}]'")
     return row
 

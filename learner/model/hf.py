@@ -143,7 +143,10 @@ def weight_files(directory: str | Path) -> list[Path]:
     folder = Path(directory)
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{folder / INDEX} has no weight_map of files ({error!r}); copy it again") from error
     for name in names:
         if not (folder / name).is_file():
             raise ModelError(f"{directory} has no weights: {name} is missing; copy it there, or start from random weights")

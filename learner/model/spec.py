@@ -59,6 +59,8 @@ class ModelSpec:
             )
         except KeyError as error:
             raise ModelError(f"config.json has no {error.args[0]!r}; add it") from error
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"config.json: a size is no number ({error}); write it as the model's makers did") from error
 
     def to_hf(self, eos_id: int | list[int] | None, dtype: str) -> dict[str, Any]:
         """A config.json for transformers, SGLang and `from_hf`. `dtype` is that of the stored tensors."""

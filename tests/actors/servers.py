@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,7 +47,7 @@ TINY = Path(__file__).resolve().parents[2] / "configs" / "tokenizers" / "tiny"
 class ScriptedEnv(Env):
     """Answers each action with the next text; the last answer ends it with reward 1. payload: {"texts": [...]}.
 
-    The texts "crash" and "hang" do that instead.
+    The text "crash" does that instead; "slow 0.5" says "he" after so many seconds (for a domain on threads); "huge" is 17 MiB.
     """
 
     def __init__(self, domain: ScriptedDomain) -> None:
@@ -56,7 +56,8 @@ class ScriptedEnv(Env):
 
     def reset(self, task: Task) -> Observation:
         self.texts = task.payload["texts"]
-        return Observation((Message("user", task.payload.get("task", "he")),), 0.0, Status.RUNNING)
+        begin = task.payload.get("task", "he") * task.payload.get("times", 1)
+        return Observation((Message("user", begin),), 0.0, Status.RUNNING)
 
     def step(self, action: Action) -> Observation:
         text = self.texts[self.at]
@@ -64,6 +65,11 @@ class ScriptedEnv(Env):
         self.domain.actions.append(action)
         if text == "crash":
             raise RuntimeError("the disk is full")
+        if text.startswith("slow "):
+            time.sleep(float(text.removeprefix("slow ")))
+            text = "he"
+        if text == "huge":
+            text = "he" * (17 * 2**19)
         last = self.at == len(self.texts)
         status = Status.TERMINATED if last else Status.RUNNING
         metrics = {"success": 1.0} if last else {}
@@ -77,11 +83,11 @@ class ScriptedDomain(Domain):
     name = "scripted"
     tools = ()
     template = "hello"
-    blocking = False
     has_reference = True
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
         super().__init__()
+        self.blocking = blocking
         self.actions: list[Action] = []
         self.closed = 0
 
@@ -139,6 +145,7 @@ def tiny_chat() -> Chat:
 def assignment(
     texts: list[str], limits: Limits = Limits(8, 300, 20.0), source: Source = Source.POLICY, rollout_id: str = "r-1", **payload
 ) -> Assignment:
+    """A turn may have 16 tokens, one of a reference 64: it is written out."""
     return Assignment(
         rollout_id=rollout_id,
         attempt=0,
@@ -147,7 +154,7 @@ def assignment(
         source=source,
         purpose="train",
         limits=limits,
-        sampling=Sampling(temperature=1.0, max_new_tokens=16, seed=7),
+        sampling=Sampling(temperature=1.0, max_new_tokens=16 if source == Source.POLICY else 64, seed=7),
         context=ContextPolicy(),
     )
 
@@ -256,10 +263,3 @@ async def learner_server(learner: ScriptedLearner) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
-
-
-async def eventually(condition) -> None:
-    """Wait until `condition()` holds; a minute is for ever."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - the condition is on another thread or process
-            await asyncio.sleep(0.005)

@@ -16,7 +16,8 @@ from common.types import Action, Status, Task
 from envserver.admission import Catalog
 from envserver.server import EnvService
 from envserver.sessions import Sessions
-from tests.actors.servers import ScriptedDomain, env_server, eventually
+from tests.actors.servers import ScriptedDomain, env_server
+from tests.processes import eventually
 
 TASK = Task("scripted", "t-1", 0, {"texts": ["he", "done"]})
 

@@ -33,7 +33,6 @@ from tests.actors.servers import (
     ScriptedLearner,
     assignment,
     env_server,
-    eventually,
     learner_server,
     parts_of,
     ready,
@@ -43,6 +42,7 @@ from tests.actors.servers import (
 )
 from tests.actors.toy import VOCABULARY
 from tests.fakes import HANG, FakeEngine
+from tests.processes import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +155,7 @@ async def test_heartbeats_say_what_each_rollout_waits_for() -> None:
     renewal = learner.renewals[0]
     assert [(key.rollout_id, key.attempt) for key in renewal.running] == [("r-0", 0)]
     (wait,) = renewal.waits
-    assert (wait.name, wait.owner, wait.on, wait.deadline) == ("engine.generate", "r-0", "engine-0", 20.0)
+    assert (wait.name, wait.owner, wait.on, wait.deadline) == ("engine.generate", "r-0", "engine-0", 40.0)
     assert renewal.incarnation == 1
 
 

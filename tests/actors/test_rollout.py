@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -18,15 +19,15 @@ from actors.rollout import Parts, Sampled, Tape, Wait, run_rollout
 from actors.toolcalls import TurnParser
 from common.convert import trajectory_bytes, trajectory_parse
 from common.record import full_prompt, segments
-from common.seeds import derive_seed, turn_seed
-from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Observation, Source, Status, VersionRun
+from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Observation, Source, Status, Task, VersionRun
 from common.validate import RecordError, check
+from learner.ledger import Ledger
+from learner.rollouts import Kind
 from tests.actors.servers import (
     ScriptedDomain,
     answer,
     assignment,
     env_server,
-    eventually,
     play,
     prompts,
     ready,
@@ -34,7 +35,9 @@ from tests.actors.servers import (
     turns,
 )
 from tests.actors.toy import OPENS_THINKING, VOCABULARY, Toy, toy_chat
+from tests.control.scripted import rules
 from tests.fakes import DROP, HANG, Answer, FakeEngine
+from tests.processes import eventually
 
 
 async def test_001_sampled_ids_are_never_rebuilt_from_text() -> None:
@@ -148,12 +151,31 @@ async def test_token_limit_inside_a_turn() -> None:
     assert record.flags == ("length", "token_limit")
 
 
-async def test_deadline_after_a_turn_truncates_and_aborts_the_request() -> None:
+async def test_a_turn_that_would_begin_after_the_deadline_is_not_begun() -> None:
+    """The state that the rollout would go on from is the tail."""
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(
+            assignment(["he", "slow 0.4", "he", "he"], Limits(8, 300, 0.3)), engine, domain=ScriptedDomain(blocking=True)
+        )
+    assert (record.status, record.flags, len(record.steps)) == (Status.TRUNCATED, ("deadline",), 2)
+    assert len(record.tail_ids)
+
+
+async def test_an_engine_that_never_answers_is_a_failure_and_its_request_is_aborted() -> None:
     with FakeEngine() as engine:
         engine.script("/generate", Answer(200, answer([7, 2], "stop")), HANG)
-        record = await play(assignment(["he"] * 5, Limits(8, 300, 1.0)), engine)
+        record = await play(assignment(["he"] * 5, Limits(8, 300, 0.5)), engine)
         assert [path for path, _ in engine.calls].count("/abort_request") == 1
-    assert (record.status, record.flags, len(record.steps)) == (Status.TRUNCATED, ("deadline",), 1)
+    assert record.status == Status.FAILED
+    assert record.flags[0].startswith("reason:deadline: engine.generate")
+    assert record.flags[0].endswith("after 1 s")
+
+
+async def test_an_environment_that_never_answers_is_a_failure_whatever_was_earned() -> None:
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(assignment(["he", "slow 3", "he"], Limits(8, 300, 0.5)), engine, domain=ScriptedDomain(blocking=True))
+    assert (record.status, record.total_reward) == (Status.FAILED, 0.0)
+    assert record.flags[0].startswith("reason:deadline: env.step 127.0.0.1:")
 
 
 async def test_deadline_without_an_engine_is_a_failure_that_names_the_wait() -> None:
@@ -163,7 +185,18 @@ async def test_deadline_without_an_engine_is_a_failure_that_names_the_wait() -> 
             wait = Wait()
             record = await run_rollout(assignment(["he"], Limits(8, 300, 0.3)), parts, wait)
     assert record.status == Status.FAILED
-    assert record.flags == ("reason:deadline: engine.ready engine-0 starting version 0 loading after 0.3 s",)
+    assert record.flags == ("reason:deadline: engine.ready engine-0 starting version 0 loading after 0.6 s",)
+
+
+@pytest.mark.parametrize("huge", [{"texts": ["huge", "he"]}, {"texts": ["he"], "times": 17 * 2**19}])
+async def test_099_an_observation_above_the_limit_fails_its_rollout_at_once(huge: dict) -> None:
+    """gRPC reports it with the code of a full server, which would be tried again until the deadline."""
+    asked = assignment([], Limits(8, 300, 60.0))
+    with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+        record = await play(replace(asked, task=replace(asked.task, payload=huge)), engine)
+    assert record.status == Status.FAILED
+    assert record.flags[0].startswith("reason:EnvLost: ")
+    assert "larger than max" in record.flags[0]
 
 
 async def test_a_crash_of_the_environment_is_infrastructure() -> None:
@@ -198,6 +231,16 @@ async def test_a_reference_that_does_not_solve_its_task_fails() -> None:
         record = await play(assignment(["he", "done"], source=Source.REFERENCE, reference=1), engine)
     assert record.status == Status.FAILED
     assert "does not solve it" in record.flags[0]
+
+
+async def test_a_reference_with_longer_turns_than_the_policy_may_take_fails() -> None:
+    """Trained on it, the policy would be cut off in every turn."""
+    long = assignment(["he", "done"], source=Source.REFERENCE, reference=2)
+    with FakeEngine() as engine:
+        record = await play(replace(long, sampling=replace(long.sampling, max_new_tokens=41)), engine)
+        assert record.flags == ("reason:RolloutError: a turn of the reference takes 42 tokens, limits.max_new_tokens is 41",)
+        fits = await play(replace(long, sampling=replace(long.sampling, max_new_tokens=42)), engine)
+    assert (record.status, fits.status) == (Status.FAILED, Status.TERMINATED)
 
 
 async def test_sessions_are_closed_however_a_rollout_ends() -> None:
@@ -285,16 +328,45 @@ async def test_014_large_ids_survive_the_record() -> None:
         tape.append(EMPTY, Sampled([2**31], [-0.5], [], Finish.STOP), turn, {})
 
 
-def test_078_every_turn_of_every_member_has_its_own_seed() -> None:
-    """2 groups of 4 members with 2 turns: 16 seeds at each of two ordinals, whatever the actor."""
-    seeds = [
-        turn_seed(derive_seed(1, ordinal, group, member), turn)
-        for ordinal in (0, 1)
-        for group in ("a", "b")
-        for member in range(4)
-        for turn in range(2)
-    ]
-    assert len(set(seeds)) == 32
+async def requested_seeds(actors: int, skipped: int) -> list[int]:
+    """What an engine is asked with in 4 groups of 4 members with 2 turns, dealt out to `actors`, after `skipped` groups."""
+    ledger = Ledger(rules(group_size=4, groups_per_update=8), incarnation=1)
+    tasks = [Task("scripted", f"t-{n}", 0, {"texts": ["he", "he"]}) for n in range(skipped + 4)]
+    for task in tasks:
+        ledger.open(Kind.RL, task)
+    leased = [r for n in range(4 * skipped + 16) for r in ledger.lease(f"actor-{n % actors}", 1, Kind.RL, 0.0)]
+    found = []
+    for rollout in leased[4 * skipped :]:
+        group, _ = ledger.find(rollout.id)
+        asked = assignment(["he", "he"], rollout_id=rollout.id)
+        asked = replace(asked, group_id=group.id, sampling=replace(asked.sampling, seed=rollout.seed))
+        with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
+            assert (await play(asked, engine)).status == Status.TERMINATED
+            found += [body["sampling_params"]["sampling_seed"] for path, body in engine.calls if path == "/generate"]
+    return found
+
+
+async def test_078_every_turn_of_every_member_has_its_own_seed() -> None:
+    """The same with other actors and when it is run again, others in the next groups."""
+    seeds = await requested_seeds(2, 0)
+    assert len(seeds) == len(set(seeds)) == 32
+    assert await requested_seeds(4, 0) == seeds
+    assert not set(await requested_seeds(2, 4)) & set(seeds)
+
+
+async def test_004_007_only_what_was_sampled_has_a_mask() -> None:
+    """A demonstration in the prompt has none, nor has what stands between a turn and the next."""
+    chat = toy_chat()
+    opening = chat.opening("", "", [Message("user", "he"), Message("assistant", "heh"), Message("user", "he")])
+    tape = Tape(assignment(["he", "he"]))
+    for context in (opening, chat.bridge(True, [Message("tool", "he")])):
+        turn = TurnParser(chat.codec, 2).parse([7, 2], Finish.STOP, 0)
+        tape.append(context, Sampled([7, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    tape.end(Status.TERMINATED)
+    (segment,) = segments(tape.trajectory(VOCABULARY))
+    start = len(opening)
+    assert segment.ids[start:].tolist() == [7, 2, 4, 1, 14, 4, 5, 2, 4, 1, 13, 4, 7, 2]
+    assert segment.mask.tolist() == [False] * start + [True] * 2 + [False] * 10 + [True] * 2
 
 
 def test_a_record_that_breaks_a_rule_is_failed_before_it_leaves() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from common.convert import trajectory_bytes
-from common.types import Source, Task
+from common.types import ContextKind, Sampling, Source, Status, Task, ids_array, spans_of
 from learner.assignments import EveryRolloutFails
 from learner.inbox import frames
 from learner.rollouts import Kind
@@ -154,6 +156,19 @@ def test_002_unequal_arrays_are_refused_by_name_and_nothing_is_stored(tmp_path):
     assert control.reasons()["failed"] == {"refused:equal_lengths": 1}
 
 
+def turns(count):
+    """Appended turns of one token each."""
+    made, length = [], 0
+    for n in range(count):
+        made.append(replace(step([3], [(0, 1)], context=[1]), parent=n - 1, prefix_len=length))
+        length += 2
+    return tuple(made)
+
+
+def tail(length):
+    return spans_of([(length, ContextKind.OBSERVATION)])
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -163,6 +178,10 @@ def test_002_unequal_arrays_are_refused_by_name_and_nothing_is_stored(tmp_path):
         ({"source": Source.EXTERNAL, "steps": (unsampled(),)}, "assignment: source"),
         ({"steps": (step([3], [(0, 9)]),)}, "version_exists"),
         ({"steps": (step([95], [(0, 1)]),)}, "ids_in_vocabulary"),
+        ({"sampling": Sampling(0.5, 32)}, "assignment: sampling"),
+        ({"steps": (step(list(range(40)) * 8, [(0, 1)]),)}, "limits: 322 tokens, allowed are 320"),
+        ({"steps": turns(11)}, "limits: 11 turns, allowed are 10"),
+        ({"status": Status.TRUNCATED, "tail_ids": ids_array([1] * 317), "tail_spans": tail(317)}, "limits: 321 tokens"),
     ],
 )
 def test_what_was_not_asked_for_is_refused(tmp_path, change, rule):

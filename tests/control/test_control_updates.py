@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.control.scripted import (
@@ -51,6 +53,27 @@ def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp
     counts = control.counts()
     assert (counts["trained"], counts["stale"], counts["open"]) == (3, 1, 0)
     assert control.tokens == {"sampled": 9, "trained": 6}
+
+
+def test_078_siblings_that_chance_cannot_make_equal_are_named(tmp_path):
+    """Two samples agree with the probability of their ids. Four rollouts: fewer than 4² = 16 pairs, so that an alarm needs
+    exp(logprob) * 16 < 1e-6, a logprob below ln(1e-6 / 16) = -16.6."""
+    groups = {}
+    for logprob in (-16.5, -16.7):  # two tokens of half of it each
+        control, _, _ = started(tmp_path / str(logprob), algorithm={"group_size": 4, "groups_per_update": 1})
+        one, two, three, four = lease(control, 4)
+        equal = replace(step([3, 4], [(0, 1)]), action_logprobs=np.full(2, logprob / 2, np.float32))
+        other = replace(step([3, 5], [(0, 1)]), action_logprobs=np.full(2, logprob / 2, np.float32))
+        for a, steps in ((one, (equal,)), (two, (other,)), (three, (equal,)), (four, (equal, equal_after(equal)))):
+            assert hand_in(control, trajectory(a, steps=steps)) == "STORED"
+        groups[logprob] = control.take(0).identical, (one.rollout_id, three.rollout_id)
+    assert groups[-16.5][0] == []
+    assert groups[-16.7][0] == [groups[-16.7][1]]
+
+
+def equal_after(first):
+    """One more step with the same ids: another rollout than the first step alone."""
+    return replace(first, parent=0, prefix_len=len(first.context_ids) + len(first.action_ids))
 
 
 def test_drop_leaves_out_whole_rollouts_and_keeps_their_rewards(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.sampler import TaskSampler, TaskStatistics, fingerprint
+from common.tasks import fingerprint
+from learner.sampler import TaskSampler, TaskStatistics
 from tests.control.scripted import make_tasks
 
 

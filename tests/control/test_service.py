@@ -23,7 +23,10 @@ class Stage:
     """A served control plane in the RL phase, and an actor."""
 
     def __init__(self, folder):
-        self.control = make_control(folder)
+        long = 4_000_000  # tokens
+        domain = {"name": "toy", "train_tasks": 6, "heldout_tasks": 4, "limits": {"max_tokens": long}}
+        tables = {"engine": {"max_length": long, "widths": [long]}, "learner": {"row_length": long}}
+        self.control = make_control(folder, domains=[domain], **tables)
         self.control.published(1, 0)
         self.control.set_engines([engine(1)])
         self.control.start_rl()
@@ -82,6 +85,15 @@ def test_lease_and_renew_carry_engines_phase_and_cancellations(stage):
     stage.control.finish()
     renewed = actor.renew([key])
     assert (len(renewed.cancel), renewed.no_more, renewed.phase) == (1, True, "done")
+
+
+def test_a_lease_never_outgrows_a_message(stage):
+    """Eight assignments of 3 MiB each: one reply cannot carry them, and until their leases ended nobody would have them."""
+    for tasks in (domain.tasks for domain in stage.control.sampler._domains.values()):
+        for task in tasks:
+            task.payload["text"] = "x" * 3 * 2**20
+    actor = stage.actor()
+    assert [len(actor.lease(8)) for _ in range(3)] == [4, 4, 0]  # eight are all that capacity allows
 
 
 def test_077_a_late_answer_and_three_resends_make_one_row(stage):

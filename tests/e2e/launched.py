@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from common.cli import load
 from common.wire import Tls
 from learner.checkpoints import committed_steps
 from learner.runfolder import read_trajectories
@@ -129,7 +130,10 @@ class Launched:
         return json.loads((self.run / "summary.json").read_text())
 
     def checkpoints(self) -> list[int]:
-        return committed_steps(self.run / "checkpoints")
+        if not (self.run / "config.toml").exists():
+            return []
+        warm = load(self.run / "config.toml").warm.updates
+        return [step - warm for step in committed_steps(self.run / "checkpoints") if step >= warm]
 
     def trained(self) -> list[dict[str, Any]]:
         """Rows of all trajectory files that still count, in the order of updates."""

@@ -1,5 +1,6 @@
 """An engine that serves weights but refuses every request: the run ends with the reason, within bounded attempts."""
 
+import json
 import shutil
 from collections import Counter
 
@@ -9,11 +10,13 @@ from tests.e2e.launched import REPOSITORY
 ENGINE = """
 import argparse, signal, threading
 
-from tests.fakes import FakeEngine
+from tests.fakes import Answer, FakeEngine
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
 engine = FakeEngine(vocabulary=1)  # no prompt fits it
+if REFUSES:
+    engine.script(REFUSES, *[Answer(400, {"message": "not here"})] * 1000)
 engine.port = parser.parse_known_args()[0].port
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -37,7 +40,26 @@ def test_an_engine_that_refuses_every_prompt(launched, compiled):
     assert {event["attempt"] for event in failed if event["again"]} == {1}
 
 
-def root_with_engine(root):
+def test_an_engine_that_refuses_the_first_weights(launched):
+    launched.root = root_with_engine(launched.folder / "root", "/update_weights_from_disk")
+    code, out = launched.launch("local")
+    assert (code, launched.alive()) == (2, []), out
+    last = out.splitlines()[-1]
+    assert last.startswith("polyturn: error: no engine takes version 1: engine-0 at http://127.0.0.1:")
+    assert "answered 400: not here" in last
+
+
+def test_more_evaluation_tasks_than_there_are(launched):
+    """Only the env server can count them: a file may hold fewer than domains.heldout_tasks, and admission may refuse some."""
+    lines = [{"split": "train", "id": f"t{n}", "payload": {"size": 4, "holes": [f"b{n}"]}} for n in (1, 2, 3)]
+    lines += [{"split": "heldout", "id": f"h{n}", "payload": {"size": 4, "holes": [f"c{n}"]}} for n in (1, 2, 3)]
+    (launched.folder / "lakes.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out = launched.launch("local", '--domains.0.options={tasks_file = "lakes.jsonl"}')
+    assert (code, launched.alive()) == (2, []), out
+    assert "polyturn: error: eval.tasks 16 exceeds the 3 held-out tasks of domain 'frozenlake'" in out.splitlines()[-1]
+
+
+def root_with_engine(root, refuses=""):
     """The repository's packages, with another engine in the place of learner/serving."""
     (root / "learner").mkdir(parents=True)
     shutil.copytree(REPOSITORY / "tools", root / "tools")  # programs are those beside the launcher's real path
@@ -47,5 +69,5 @@ def root_with_engine(root):
         if path.name != "serving":
             (root / "learner" / path.name).symlink_to(path)
     (root / "learner" / "serving").mkdir()
-    (root / "learner" / "serving" / "__main__.py").write_text(ENGINE)
+    (root / "learner" / "serving" / "__main__.py").write_text(ENGINE.replace("REFUSES", repr(refuses)))
     return root

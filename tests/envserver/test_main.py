@@ -30,7 +30,7 @@ def run_folder(tmp_path, domain="frozenlake", extra="", addresses=None):
     )
     port = free_port()
     envs = {domain: [f"127.0.0.1:{port}"]} if addresses is None else addresses
-    (tmp_path / "addresses.json").write_text(json.dumps({"envs": envs}))
+    (tmp_path / "addresses.json").write_text(json.dumps({"learner": "127.0.0.1:1", "engines": [], "envs": envs}))
     return port
 
 

@@ -11,14 +11,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from common import convert, wire
 from common.proto import rl_pb2 as pb
 from common.proto import rl_pb2_grpc as pb_grpc
+from common.tasks import SPLITS, fingerprint
 from common.types import Action
 from envserver.admission import Catalog, Verdict, build_catalog
-from envserver.env import SPLITS
 from envserver.server import SERVICE, EnvServer, Settings
-from envserver.tasks import fingerprint
 from envserver.testing import serving
 from tests.envserver.fakes import Script, script_task
-from tests.envserver.test_sessions import until
+from tests.processes import eventually
 
 HANG = script_task(step="hang")
 
@@ -186,7 +185,7 @@ async def test_draining_refuses_new_sessions_waits_for_open_ones_and_says_so():
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         await stub.Open(open_request("a"))
         drained = asyncio.create_task(server.drain())
-        await until(lambda: server.sessions.draining)
+        await eventually(lambda: server.sessions.draining)
         code, words = await status_of(stub.Open(open_request("b")))
         assert (code, words) == (grpc.StatusCode.UNAVAILABLE, "this env server is draining; open the session on another one")
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -209,7 +208,7 @@ async def test_draining_ends_although_sessions_stay_open_and_a_call_hangs():
         await server.drain()
         assert (await status_of(step))[0] in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
     domain.gate.set()
-    await until(lambda: domain.count("close") == 1)
+    await eventually(lambda: domain.count("close") == 1)
 
 
 async def test_reflection_lists_the_service():

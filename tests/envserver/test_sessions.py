@@ -9,6 +9,7 @@ from common.types import Action, Message, Observation, Status
 from envserver.sessions import Refused, Sessions, _to_wire
 from envserver.workers import Abandoned, Workers
 from tests.envserver.fakes import Clock, Script, script_task
+from tests.processes import eventually
 
 HANG = script_task(step="hang")
 
@@ -20,12 +21,6 @@ def make(domain=None, capacity=4, threads=2, lease_s=10.0):
 
 def text(reply):
     return reply.observation.messages[0].text
-
-
-async def until(condition):
-    """Wait for a condition that must come true; the test's own timeout bounds it."""
-    while not condition():  # noqa: ASYNC110 - threads change it
-        await asyncio.sleep(0.005)
 
 
 async def hang(sessions, name, index=0):
@@ -133,7 +128,7 @@ async def test_capacity_counts_open_sessions_and_close_is_welcome_twice():
     assert "all 2 sessions" in await refused("RESOURCE_EXHAUSTED", sessions.open("c", script_task(), False))
     assert [sessions.close("a"), sessions.close("a")] == [True, False]
     await sessions.open("c", script_task(), False)
-    await until(lambda: sessions.domain.count("close") == 1)
+    await eventually(lambda: sessions.domain.count("close") == 1)
 
 
 async def test_081_a_lease_ends_without_renewal_and_lives_with_it():
@@ -149,7 +144,7 @@ async def test_081_a_lease_ends_without_renewal_and_lives_with_it():
     assert len(sessions) == 2
     assert sessions.renew(["silent", "renewed"]) == ["silent"]
     await sessions.open("fourth", script_task(), False)
-    await until(lambda: sessions.domain.count("close") == 1)
+    await eventually(lambda: sessions.domain.count("close") == 1)
 
 
 async def test_081_a_running_step_is_kept_alive_by_renewal_only():
@@ -164,7 +159,7 @@ async def test_081_a_running_step_is_kept_alive_by_renewal_only():
     assert "closed during step 0" in await refused("ABORTED", steps["silent"])
     domain.gate.set()
     assert text(await steps["renewed"]) == "work done"
-    await until(lambda: domain.count("close") == 1)
+    await eventually(lambda: domain.count("close") == 1)
 
 
 async def test_a_process_that_stood_still_blames_nobody():
@@ -173,7 +168,7 @@ async def test_a_process_that_stood_still_blames_nobody():
     reaper = asyncio.create_task(sessions.expire_forever())
     await asyncio.sleep(0)
     clock.now += 3600.0  # stopped for an hour within one sleep
-    await until(lambda: sessions._open["a"].deadline > clock.now)
+    await eventually(lambda: sessions._open["a"].deadline > clock.now)
     sessions.expire()
     assert len(sessions) == 1
     reaper.cancel()
@@ -192,7 +187,7 @@ async def test_083_an_exception_of_the_environment_is_internal_and_ends_the_sess
         message = await refused("INTERNAL", sessions.step("a", 0, Action("x")))
     assert message == f"script {'reset' if fault == 'reset' else 'step 0'}: OSError: disk full"
     assert len(sessions) == 0
-    await until(lambda: domain.count("close") == 1)
+    await eventually(lambda: domain.count("close") == 1)
     await refused("NOT_FOUND", sessions.step("a", 1, Action("x")))
 
 
@@ -233,7 +228,7 @@ async def test_084_a_pool_full_of_stuck_calls_still_closes_and_serves_others():
     assert domain.count("close") == 0  # never while its call runs
     domain.gate.set()
     assert text(await steps[3]) == "work done"
-    await until(lambda: sessions.workers.stuck == 0)
+    await eventually(lambda: sessions.workers.stuck == 0)
     assert domain.count("close") == 3
 
 
@@ -246,7 +241,7 @@ async def test_084_when_too_many_calls_hang_for_good_new_sessions_go_elsewhere()
     await refused("ABORTED", step)
     assert "the environment code hangs" in await refused("RESOURCE_EXHAUSTED", sessions.open("b", script_task(), False))
     domain.gate.set()
-    await until(lambda: sessions.workers.stuck == 0)
+    await eventually(lambda: sessions.workers.stuck == 0)
     await sessions.open("b", script_task(), False)
 
 
@@ -273,13 +268,13 @@ async def test_workers_abandon_jobs_in_every_state():
     for job in (queued, running):
         with pytest.raises(Abandoned):
             await job.future
-    await until(lambda: cleaned == ["queued"])
+    await eventually(lambda: cleaned == ["queued"])
     domain.gate.set()
-    await until(lambda: cleaned == ["queued", "running"])
+    await eventually(lambda: cleaned == ["queued", "running"])
     done = workers.submit(lambda: 7)
     assert await done.future == 7
     workers.abandon(done, lambda: cleaned.append("done"))
-    await until(lambda: cleaned[2:] == ["done"])
+    await eventually(lambda: cleaned[2:] == ["done"])
     assert workers.stuck == 0
 
 

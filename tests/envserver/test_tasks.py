@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.tasks import fingerprint
 from common.types import Task
 from envserver.domains import DOMAINS, Row, check_installed, load_domain
 from envserver.env import DomainError
-from envserver.tasks import draw, fingerprint, read_tasks, split_of
+from envserver.tasks import draw, read_tasks, split_of
 
 
 def test_split_of_a_content_never_changes():
@@ -111,6 +112,7 @@ def test_unknown_domain_and_missing_extra_are_one_line_with_the_fix():
     table = {"frozenlake": Row(DOMAINS["frozenlake"].load, "no_such_package")}
     with pytest.raises(DomainError, match=r"domain 'frozenlake' needs no_such_package: pip install 'polyturn\[frozenlake\]'"):
         check_installed("frozenlake", table)
+    assert check_installed("plain", {"plain": Row(DOMAINS["frozenlake"].load)}).package == ""  # it needs nothing more
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
 """Bad input: one clear line with the fix, exit status 2, nothing started."""
 
+import ast
+import contextlib
+import fcntl
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from common.cli import dump_toml, load
+from common.config import RunConfig
 from tests.launch.stage import REPOSITORY
+from tools.launching import preflight, runs
 
 
 def refused(stage, ended, *parts):
@@ -44,6 +51,46 @@ def test_no_configuration(stage):
 
 def test_a_missing_configuration(stage):
     refused(stage, stage.call("local", "nowhere.toml"), "nowhere.toml: no such file")
+
+
+def test_a_configuration_that_is_not_utf8(stage):
+    stage.config.write_bytes(b'name = "\xff"\n')
+    refused(stage, stage.call_local(), "demo.toml: not UTF-8")
+
+
+def test_runs_that_is_a_file(stage):
+    (stage.folder / "runs").write_text("")
+    refused(stage, stage.call_local(), "runs/demo cannot be made", "--runs")
+
+
+def test_a_missing_extra():
+    (line,) = preflight.missing_packages({"learner": ("json", "no_such_package", "no_such_parent.package"), "actors": ("json",)})
+    assert line.startswith("no_such_package, no_such_parent.package missing in ")
+    assert line.endswith(': pip install "polyturn[learner]"')
+
+
+def test_every_package_of_the_extras_is_looked_for():
+    """Those that a program imports at its start, found in the sources: without one it would die with a traceback."""
+    ours = {"common", "learner", "actors", *sys.stdlib_module_names}
+    always = {"google", "grpc", "grpc_health", "grpc_reflection", "numpy", "pydantic"}  # of the distribution itself
+    for extra, packages in preflight.EXTRAS.items():
+        found = set()
+        for path in (REPOSITORY / extra).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {name.name for name in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    found.add(node.module)
+        wanted = {name.partition(".")[0] for name in found} - ours - always
+        assert wanted == {package.partition(".")[0] for package in packages}
+
+
+def test_certificates_that_are_none(stage):
+    for name in ("cert", "key", "ca"):
+        (stage.folder / f"{name}.pem").write_text("no certificate")
+    options = [f"--tls.{name}={name}.pem" for name in ("cert", "key", "ca")]
+    refused(stage, stage.call_local(*options), "tls.cert, tls.key and tls.ca must be PEM files")
+    refused(stage, stage.call_local(*options, "--tls.ca=no.pem"), "tls.ca = ", "no such file")
 
 
 def test_an_unknown_domain(stage):
@@ -85,6 +132,27 @@ def test_a_busy_port(stage, key):
         refused(stage, stage.call_local(f"--{key}={port}"), f"{key}: port {port} on 127.0.0.1 is busy", f"--{key}=0")
 
 
+def test_no_port_is_chosen_twice():
+    """Ten programs, ten ports: a configured one of them is no choice for the others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        first = probe.getsockname()[1]
+    wanted = range(first, first + 40)
+    for _ in range(20):
+        addresses = preflight.choose_addresses(
+            RunConfig.model_validate(
+                {
+                    "domains": [{"name": "frozenlake", "replicas": 12}],
+                    "engine": {"count": 12},
+                    "learner": {"port": first + 7},
+                }
+            ),
+            wanted,
+        )
+        ports = [addresses.learner, *addresses.envs["frozenlake"], *(e.url.removeprefix("http://") for e in addresses.engines)]
+        assert len(set(ports)) == 25
+
+
 def test_an_address_that_is_not_ours(stage):
     refused(stage, stage.call_local("--host=192.0.2.1"), "192.0.2.1")
     assert not stage.run.exists()
@@ -99,7 +167,9 @@ def test_overwrite_removes_a_run_and_nothing_else(stage):
     stage.run.mkdir(parents=True)
     (stage.run / "thesis.txt").write_text("")
     refused(stage, stage.call_local("--overwrite"), "is not a run's folder")
-    (stage.run / "config.toml").write_text("")
+    (stage.run / "config.toml").write_text("")  # many programs have one
+    refused(stage, stage.call_local("--overwrite"), "is not a run's folder")
+    (stage.run / "launcher.lock").write_text("")
     stage.play({"learner": ["finish"]})
     ended = stage.local("--overwrite")
     assert ended.code == 0
@@ -128,6 +198,21 @@ def test_resume_continues(ended_run):
     ended = ended_run.launch("resume", "runs/demo")
     assert ended.code == 0
     assert ended_run.started("learner")[0]["argv"] == ["--run", str(ended_run.run), "--resume"]
+
+
+def test_resume_leaves_the_configuration_as_it_is(ended_run):
+    """Written anew, it would be lost with a full disk."""
+    path = ended_run.run / "config.toml"
+    path.write_text(path.read_text() + "# as it was\n")
+    assert ended_run.launch("resume", "runs/demo").code == 0
+    assert path.read_text().endswith("# as it was\n")
+
+
+def test_a_file_of_tasks_is_looked_up_where_the_user_is(stage):
+    (stage.folder / "tasks.jsonl").write_text("")
+    with contextlib.chdir(stage.folder):
+        config = preflight.resolve_paths(load(stage.config, ['--domains.0.options={tasks_file = "tasks.jsonl"}']), [stage.folder])
+    assert config.domains[0].options == {"tasks_file": str(stage.folder / "tasks.jsonl")}
 
 
 def test_resume_of_a_finished_run(ended_run):
@@ -176,6 +261,33 @@ def test_eval_starts_the_learner_in_its_evaluation_mode(ended_run):
 def test_eval_refuses_what_it_cannot_do(ended_run):
     refused(ended_run, ended_run.call("eval", "demo", "--mode", "best"), "best", "greedy")
     refused(ended_run, ended_run.call("eval", "demo", "--tasks", "999"), "--tasks 999: domain frozenlake has 128")
+    refused(ended_run, ended_run.call("eval", "demo", "--tasks", "-5"), "--tasks -5: ", "ask for 1 to as many")
+
+
+def test_looking_at_a_run_takes_nothing_from_it(stage):
+    """Neither the lock from who wants it at that moment nor the process id that stands in it."""
+    stage.run.mkdir(parents=True)
+    lock = runs.Lock(stage.run)
+    lock.take()
+    assert runs.is_running(stage.run)
+    held = (stage.run / "launcher.lock").read_text()
+    lock.free()
+    assert not runs.is_running(stage.run)
+    assert (stage.run / "launcher.lock").read_text() == held == str(os.getpid())
+    with (stage.run / "launcher.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        threading.Timer(0.05, lambda: fcntl.flock(other, fcntl.LOCK_UN)).start()
+        lock.take()
+        lock.free()
+
+
+def test_the_newest_checkpoint_in_words(stage):
+    config = load(stage.config, ["--warm.updates=60"])
+    assert runs.newest_checkpoint(stage.run, config) == ""
+    for step, words in ((40, "warm update 40"), (60, "update 0"), (72, "update 12")):
+        (stage.run / "checkpoints" / str(step)).mkdir(parents=True)
+        (stage.run / "checkpoints" / str(step) / "commit_success.txt").touch()
+        assert runs.newest_checkpoint(stage.run, config) == words
 
 
 def test_help_names_the_keys_and_imports_nothing_heavy():

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from tests.launch.stage import until
+from tests.launch.stage import DEADLINE_S, until
 
 ALL = ("env-frozenlake-0", "engine-0", "learner", "actor-0")
 ALL_UP = "finish " + " ".join(f"{name}:1" for name in ALL)
@@ -154,7 +154,7 @@ def test_a_learner_with_a_checkpoint_resumes(stage):
     stage.play({"learner": ["checkpoint_and_die 10", "finish"]})
     ended = stage.local()
     assert ended.code == 0
-    assert "learner was killed by SIGKILL; restart 1 of 3 in 0.0 s from the checkpoint of update 10" in ended.out
+    assert "learner was killed by SIGKILL; restart 1 of 3 in 0.0 s from the newest checkpoint" in ended.out
     assert [start["argv"][2:] for start in stage.started("learner")] == [[], ["--resume"]]
 
 
@@ -162,6 +162,41 @@ def test_an_actor_that_ends_by_itself_is_no_crash(stage):
     stage.play({"actor-0": ["done"], "learner": ["finish actor-0:6"]})
     ended = stage.local()
     assert (ended.code, "restarts: none" in ended.out) == (0, True)
+
+
+def test_a_learner_that_was_asked_to_end_by_somebody_else_goes_on(stage):
+    """Only the launcher ends a run: its learner alone, when it is told to end, has not made all its updates."""
+    stage.play({"learner": ["crash 143", "finish"]})
+    ended = stage.local()
+    assert ended.code == 0
+    assert "learner exited with status 143; restart 1 of 3" in ended.out
+
+
+def test_output_that_nobody_reads_stops_no_run(stage):
+    stage.play({"actor-0": ["crash 3", "serve"], "learner": ["finish actor-0:2"]})
+    process = stage.start("local", str(stage.config))
+    process.stdout.close()
+    assert process.wait(DEADLINE_S) == 0
+    assert process.stderr.read() == ""
+    assert (stage.run / "summary.json").exists()
+
+
+def test_a_hangup_stops_like_sigterm_and_nohup_prevents_it(stage):
+    process = stage.start("local", str(stage.config))
+    stage.wait_started(*ALL)
+    process.send_signal(signal.SIGHUP)
+    ended = stage.finish(process)
+    assert (ended.code, "stopped by SIGHUP" in ended.out) == (129, True)
+    stage.play({"learner": ["finish actor-0:2"], "actor-0": ["crash_after env-frozenlake-0:2", "serve"]})
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits that, as below nohup
+    try:
+        process = stage.start("local", str(stage.config), "--overwrite")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    stage.wait_started(*ALL)
+    process.send_signal(signal.SIGHUP)
+    os.kill(stage.started("env-frozenlake-0")[0]["pid"], signal.SIGKILL)  # now it may end
+    assert stage.finish(process).code == 0
 
 
 def test_progress_as_plain_lines(stage):

@@ -143,7 +143,7 @@ for step in range(start + 1, start + 10_000):
 def test_092_kill_during_saves_always_leaves_a_whole_step(tmp_path):
     draw = random.Random(7)
     seen = 0
-    for _ in range(3):
+    for _ in range(10):
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from common.record import segments
-from common.types import Status, VersionRun
+from common.types import Finish, Status, VersionRun
 from learner.advantages import gae
 from learner.model.qwen3 import Qwen3
 from learner.update import Trainer, TrainingStopped
@@ -221,6 +221,51 @@ def recorded_as(trajectory, value):
     """Logprobs of `value`: the record's rules refuse them, but a bug of ours could make such ratios."""
     steps = tuple(replace(s, action_logprobs=np.full(len(s.action_ids), value, np.float32)) for s in trajectory.steps)
     return replace(trajectory, steps=steps)
+
+
+@pytest.mark.parametrize(
+    "aggregation", [{}, {"aggregation": "seq_mean_token_mean"}, {"aggregation": "constant", "constant_divisor": 8}]
+)
+def test_047_an_update_does_not_depend_on_its_micro_batches(aggregation):
+    """The same rollouts in rows of a micro-batch each, and in one of eight rows."""
+    ends, found = [], []
+    for rows in (1, 8):
+        trainer = Trainer(config(algorithm={"minibatches": 2, **aggregation}, learner={"rows_per_microbatch": rows}), SPEC)
+        found.append(trainer.policy_update(batch()))
+        ends.append(trainer.state_tree())
+    for name in ("loss", "grad_norm", "entropy", "trained_tokens"):
+        assert found[0][name] == pytest.approx(found[1][name], abs=1e-5), name
+    for name, array in ends[0].items():
+        np.testing.assert_allclose(array, ends[1][name], atol=1e-5, err_msg=name)
+
+
+def test_050_a_rollout_without_a_sampled_token_passes_through_an_update():
+    """In a micro-batch of its own: nothing in it is NaN, and the others learn as if it were not there."""
+    empty = rollout([turn([1, 2], [], 1.0, finish=Finish.LENGTH)], "empty", Status.TRUNCATED)
+    other = rollout(chain([([1], [2], 0.0)]), "other")
+    ends = []
+    for rows in (1, 4):
+        trainer = Trainer(
+            config(algorithm={"minibatches": 1, "groups_per_update": 1}, learner={"rows_per_microbatch": rows}), SPEC
+        )
+        metrics = trainer.policy_update(with_behaviour(trainer, [[empty, other]]))
+        assert all(np.isfinite(value) for value in metrics.values()), metrics
+        assert (metrics["optimizer_steps"], metrics["trained_tokens"]) == (1, 1)
+        ends.append(metrics)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert ends[0][name] == pytest.approx(ends[1][name], rel=1e-5), name
+    metrics = trainer.policy_update([[empty, empty]])
+    assert (metrics["optimizer_steps"], metrics["skipped_empty"], metrics["trained_tokens"]) == (0, 1, 0)
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
+
+
+def test_094_restored_arrays_are_donated_like_any(grpo):
+    """If they could not be, the first update after a resume would hold everything twice."""
+    grpo.restore_tree(grpo.state_tree())
+    restored = [leaf for leaf in jax.tree.leaves(grpo._state.params) if leaf.size > 1]
+    grpo.policy_update(batch())
+    assert restored
+    assert all(leaf.is_deleted() for leaf in restored)
 
 
 def test_only_what_the_policy_sampled_and_the_task_scored_is_trained_on(grpo):

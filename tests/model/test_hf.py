@@ -82,6 +82,10 @@ def test_sharded_files_are_read(tmp_path):
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"b\.safetensors is missing"):
         hf.load(tmp_path)
+    for broken in ("{", "[]", '{"weight_map": null}', "{}"):
+        (tmp_path / "model.safetensors.index.json").write_text(broken)
+        with pytest.raises(ModelError, match=r"index\.json has no weight_map of files"):
+            hf.load(tmp_path)
 
 
 def _without_weights(folder, tensors):
@@ -157,6 +161,9 @@ def test_a_tied_head_that_is_stored_twice_is_accepted(tmp_path):
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": "many"}, "a size is no number"),
+        ({"hidden_size": None}, "a size is no number"),
+        ({"rope_theta": "x", "rope_parameters": {}}, "a size is no number"),
     ],
 )
 def test_configurations_that_the_forward_pass_cannot_serve(change, message):

@@ -1,11 +1,18 @@
 """The learner's loop: evaluations begin when a real publisher serves their version; when a warm start ends."""
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from common.config import RunConfig
 from learner import main
+from learner.batch import Batch
+from learner.publisher import PublishError
+from learner.rollouts import Kind
+from learner.update import TrainingStopped
 from tests.fakes import FakeEngine
 from tests.publish.calls import save, weights
 from tests.publish.test_publisher import publishing
@@ -14,7 +21,9 @@ from tests.publish.test_publisher import publishing
 class Control:
     """Records what the loop does. `done` warm updates were made before a resume."""
 
-    def __init__(self, done=0):
+    def __init__(self, done=0, results=()):
+        self.deliveries = {"stored": 0}
+        self.results = list(results)  # of the evaluations to come; none: all are late
         self.ledger = SimpleNamespace(warm_update=done)
         self.evaluation = SimpleNamespace(results=[])
         self.evaluated = []
@@ -37,7 +46,32 @@ class Control:
 
     def evaluate(self, phase, version, stop):
         self.evaluated.append((phase, version))
-        return []
+        found = self.results.pop(0) if self.results else []
+        self.evaluation.results += found
+        return found
+
+    def state(self):
+        return {"warm": self.ledger.warm_update}
+
+    def committed(self, state):
+        pass
+
+    def status(self):
+        return {"sentence": "learner waits for 1 group"}
+
+
+class Checkpoints:
+    """Steps that were saved, and the control state in each."""
+
+    def __init__(self):
+        self.saved = []
+
+    def wait(self):
+        pass
+
+    def save(self, step, arrays, state):
+        self.saved.append((step, state["control"]))
+        return True
 
 
 def run_over(publisher, control) -> main.Run:
@@ -45,7 +79,12 @@ def run_over(publisher, control) -> main.Run:
         {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
     )
     trainer = SimpleNamespace(policy=weights(1))
-    return main.Run(config, Path(), None, control, trainer, publisher, None, None, lambda: False)  # type: ignore[arg-type]
+    publisher = publisher or SimpleNamespace(check=lambda: None)
+    return main.Run(config, Path(), None, control, trainer, publisher, Checkpoints(), None, lambda: False)  # type: ignore[arg-type]
+
+
+def entry(phase="rl", version=1):
+    return {"phase": phase, "domain": "toy", "mode": "greedy", "success": 1.0, "ci95": [0.9, 1.0], "n": 9, "version": version}
 
 
 def test_an_evaluation_waits_for_a_version_that_is_still_being_written(tmp_path):
@@ -55,7 +94,7 @@ def test_an_evaluation_waits_for_a_version_that_is_still_being_written(tmp_path)
         written.wait(20)
         save(params, directory)
 
-    control = Control()
+    control = Control(results=[[entry()]])
     with FakeEngine() as engine, publishing(tmp_path, [engine], save=slow_save) as publisher:
         run = run_over(publisher, control)
         main.publish(run)
@@ -67,6 +106,166 @@ def test_an_evaluation_waits_for_a_version_that_is_still_being_written(tmp_path)
         assert engine.weight_version == "1"
 
 
+def test_a_late_evaluation_is_made_once_more_and_then_left_out(tmp_path):
+    with FakeEngine() as engine, publishing(tmp_path, [engine]) as publisher:
+        for results, tries in (([[], [entry()]], 2), ([], 2), ([[entry()]], 1)):
+            control = Control(results=results)
+            run = run_over(publisher, control)
+            main.publish(run)
+            assert main.evaluate(run, "rl") == (results[-1] if results else [])
+            assert control.evaluated == [("rl", run.version)] * tries
+
+
+class Sometimes:
+    """A trainer whose policy updates have the given outcomes: steps taken, or an exception."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+        self.policy = weights(1)
+
+    def policy_update(self, groups, live, version):
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        skipped = float(outcome == 0)
+        return {"optimizer_steps": outcome, "skipped_nonfinite": skipped, "trained_tokens": 2.0}
+
+    def state_tree(self):
+        return {}
+
+
+class Folder:
+    """Updates that were recorded."""
+
+    def __init__(self):
+        self.updates = []
+
+    def metrics(self, update, values):
+        self.updates.append(update)
+
+    def trajectories(self, update, rollouts, lags):
+        pass
+
+    def event(self, kind, fields):
+        pass
+
+
+class RlControl(Control):
+    """Batches without end, and evaluations that are done."""
+
+    def start_rl(self):
+        pass
+
+    def take(self, timeout):
+        return Batch(Kind.RL, 0, (), {}, {}, 0.0, 0, 0, 2, {})
+
+    def commit(self, batch):
+        pass
+
+    def evaluate(self, phase, version, stop):
+        self.results = [[entry(phase, version)]]
+        return super().evaluate(phase, version, stop)
+
+
+def trained(tmp_path, engine, *outcomes, **learner):
+    with publishing(tmp_path, [engine]) as publisher:
+        run = run_over(publisher, RlControl())
+        changes = {"updates": 2} | learner
+        tables = {"learner": run.config.learner.model_copy(update=changes)}
+        tables["eval"] = run.config.eval.model_copy(update={"init": False, "every": 1})
+        tables["checkpoint"] = run.config.checkpoint.model_copy(update={"every": 1})
+        run.config = run.config.model_copy(update=tables)
+        run.trainer, run.folder = Sometimes(*outcomes), Folder()
+        run.trainer.forget_moments = lambda: None
+        try:
+            main.train(run)
+        except TrainingStopped:
+            return run, True
+        return run, False
+
+
+def test_093_a_skipped_update_is_no_update(tmp_path):
+    """No version, no line of metrics, no checkpoint; the loop goes on with other rollouts."""
+    with FakeEngine() as engine:
+        run, stopped = trained(tmp_path, engine, 2, 0, 0, 2)
+        assert not stopped
+        assert run.control.abandoned == ["nonfinite_gradient"] * 2
+        assert run.folder.updates == [1, 2]
+        assert [step for step, _ in run.checkpoints.saved] == [1, 2]
+        assert run.version == 3  # of the start and of two updates
+        assert engine.weight_version == "3"
+        assert run.control.evaluated == [("rl", 2), ("rl", 3)]  # after the first update, and at the end
+
+
+def test_093_training_that_is_given_up_leaves_the_last_good_checkpoint(tmp_path):
+    with FakeEngine() as engine:
+        run, stopped = trained(tmp_path, engine, 2, 0, TrainingStopped("sick"))
+        assert stopped
+        assert [step for step, _ in run.checkpoints.saved] == [1]
+        assert run.version == 2
+
+
+def test_a_resume_makes_the_evaluation_that_was_not_done(tmp_path):
+    with FakeEngine() as engine, publishing(tmp_path, [engine]) as publisher:
+        run = run_over(publisher, RlControl())
+        tables = {"learner": run.config.learner.model_copy(update={"updates": 2})}
+        tables["eval"] = run.config.eval.model_copy(update={"every": 1})
+        run.config, run.update = run.config.model_copy(update=tables), 1  # a checkpoint stands before its evaluation
+        run.trainer, run.folder = Sometimes(2), Folder()
+        main.train(run)
+        assert run.control.evaluated == [("rl", 1), ("rl", 2)]
+
+
+def test_silence_ends_the_run_and_says_what_it_waited_for():
+    control = Control()
+    control.take = lambda timeout: None
+    run = run_over(None, control)
+    run.config = run.config.model_copy(update={"learner": run.config.learner.model_copy(update={"give_up_s": 0.05})})
+    with pytest.raises(main.Silence, match=r"no rollout came for 0.05 s: learner waits for 1 group"):
+        main.take(run)
+
+
+def test_deliveries_are_no_silence():
+    control, left = Control(), iter(range(40))
+
+    def take(timeout):
+        time.sleep(0.005)
+        control.deliveries["stored"] += 1
+        return None if next(left, None) is not None else "batch"
+
+    control.take = take
+    run = run_over(None, control)
+    run.config = run.config.model_copy(update={"learner": run.config.learner.model_copy(update={"give_up_s": 0.1})})
+    assert main.take(run) == "batch"
+
+
+def test_a_publisher_that_failed_ends_the_wait_for_rollouts(tmp_path):
+    def full(params, directory):
+        raise OSError(28, "No space left on device")
+
+    control = Control()
+    control.take = lambda timeout: None
+    with FakeEngine() as engine, publishing(tmp_path, [engine], save=full) as publisher:
+        run = run_over(publisher, control)
+        main.publish(run)
+        with pytest.raises(PublishError, match="No space left on device"):
+            main.take(run)
+
+
+def test_checkpoint_steps_rise_over_the_warm_start_and_after_it():
+    control = Control()
+    run = run_over(None, control)
+    run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update={"updates": 60})})
+    seen = []
+    for done in (0, 7, 40):
+        control.ledger.warm_update = done
+        seen.append(run.step)
+    run.totals.warm_end = 40  # the loss was low enough
+    for run.update in (0, 1, 30):
+        seen.append(run.step)
+    assert seen == [0, 7, 40, 60, 61, 90]
+
+
 class Supervised:
     """A trainer whose supervised updates have the given losses, the last of them for ever; None is a skipped update."""
 
@@ -74,18 +273,21 @@ class Supervised:
         self.losses = list(losses)
         self.rates = []
 
+    def state_tree(self):
+        return {}
+
     def supervised(self, rollouts, lr):
         self.rates.append(lr)
         loss = self.losses.pop(0) if len(self.losses) > 1 else self.losses[0]
         return {"skipped_nonfinite": 1.0} if loss is None else {"skipped_nonfinite": 0.0, "loss": loss}
 
 
-def warmed(*losses, target=0.0, updates=30, done=0, cooldown=0):
+def warmed(*losses, target=0.0, updates=30, done=0):
     """Supervised updates that a warm start makes in all, its control, its events and the learning rates of the updates."""
     control, folder = Control(done), SimpleNamespace(events=[])
     folder.event = lambda kind, fields: folder.events.append((kind, fields))
     run = run_over(None, control)
-    fields = {"updates": updates, "target_loss": target, "cooldown": cooldown, "lr": 1.0}
+    fields = {"updates": updates, "target_loss": target, "lr": 0.5}
     config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
     run.config, run.folder, run.trainer = config, folder, Supervised(*losses)
     main.warm_start(run)
@@ -109,16 +311,16 @@ def test_a_resumed_warm_start_makes_what_is_left_and_counts_no_skipped_update():
     assert warmed(1.0, updates=5, done=5)[0] == 5
 
 
-def test_the_learning_rate_falls_over_the_cooldown_that_follows_the_target_loss():
-    # left / (cooldown + 1), at most 1: 3/4, 2/4, 1/4 after the 13 updates of the test above.
-    made, *_, rates = warmed(*[1.0] * 8, 0.0, target=0.5, cooldown=3)
-    assert (made, rates) == (16, [1.0] * 13 + [0.75, 0.5, 0.25])
+def test_a_warm_start_is_saved_on_its_way():
+    """A kill in a long one does not begin it again."""
+    run = run_over(None, Control())
+    fields = {"updates": 25, "lr": 1.0}
+    run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
+    run.trainer = Supervised(1.0)
+    main.warm_start(run)
+    assert run.checkpoints.saved == [(10, {"warm": 10}), (20, {"warm": 20})]
 
 
-def test_without_a_target_loss_the_last_updates_are_the_cooldown():
-    made, *_, rates = warmed(1.0, updates=5, cooldown=2)
-    assert (made, rates) == (5, [1.0, 1.0, 1.0, 2 / 3, 1 / 3])
-    made, *_, rates = warmed(0.1, target=0.5, updates=9, cooldown=4)  # the target is met in the cooldown: nothing is added
-    assert (made, rates) == (9, [1.0] * 5 + [4 / 5, 3 / 5, 2 / 5, 1 / 5])
-    made, *_, rates = warmed(1.0, updates=5, done=3, cooldown=3)  # a resume goes on in the middle of it
-    assert (made, rates) == (5, [2 / 4, 1 / 4])
+def test_the_learning_rate_of_a_warm_start_is_its_own():
+    *_, rates = warmed(1.0, updates=3)
+    assert rates == [0.5] * 3

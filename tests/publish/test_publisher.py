@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.types import EngineInfo
-from learner.publisher import Publisher, PublisherOptions, PublishError
+from learner.publisher import EnginesRefuse, Publisher, PublisherOptions, PublishError
 from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
 from tests.processes import until
 from tests.publish.calls import EASY, TIGHT, generate, in_background, load, save, weights
@@ -145,11 +145,34 @@ def test_a_pause_that_cannot_be_undone_says_so_until_it_is(tmp_path, engine):
         publisher.publish(0, weights(1))
         until(lambda: "may still be paused: /flush_cache" in publisher.engines()[0].reason, "the reason")
         assert engine.paused
-        with pytest.raises(PublishError, match=r"no engine serves version 1 .*engine-0 .*quarantined .*failed at update"):
+        with pytest.raises(PublishError, match=r"no engine (serves|takes) version 1.*engine-0 .*quarantined .*failed at update"):
             publisher.wait_ready(1, 0.05)
         engine._scripts.clear()
-        publisher.wait_ready(1, 20)
+        until(lambda: state(publisher) == "ready", "readmission")
         assert not engine.paused
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/pause_generation", "/model_info"])
+def test_engines_that_refuse_their_first_weights_end_the_wait_at_once(tmp_path, engine, path):
+    engine.script(path, *[Answer(400, {"message": "not in this house"})] * 1000)
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.publish(0, weights(1))
+        with pytest.raises(EnginesRefuse, match=r"no engine takes version 1: engine-0 .*not in this house"):
+            publisher.wait_ready(1, 60)
+
+
+def test_engines_that_may_still_come_do_not(tmp_path, engine):
+    """One that took weights before, one that fails with a 5xx, one that is not there, and one of two."""
+    refusal = Answer(400, {"message": "no"})
+    with FakeEngine() as other, publishing(tmp_path / "a", [engine, other]) as publisher:
+        other.script("/update_weights_from_disk", *[refusal] * 1000)
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)  # engine-0 takes it
+        engine.script("/update_weights_from_disk", *[refusal] * 5)
+        until(lambda: publisher._refusals[1] >= 5, "more refusals than are allowed")
+        publisher.wait_ready(publisher.publish(1, weights(2)), 20)
+    with FakeEngine() as sick, publishing(tmp_path / "b", [sick]) as publisher:
+        sick.script("/update_weights_from_disk", *[Answer(500, {"message": "out of memory"})] * 6)
+        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
 
 
 def test_an_engine_that_is_not_there_is_starting_and_gets_the_newest_when_it_comes(tmp_path, engine):
@@ -261,7 +284,7 @@ def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
     assert saved == [0.0, 5.0]
     assert [f for kind, f in log.events if kind == "publish_skipped"] == [{"version": v, "newer": v + 1} for v in (2, 3, 4, 5)]
     with publishing(tmp_path, [engine], incarnation=2) as publisher:
-        assert publisher.updates() == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5}
+        assert [publisher.update_of(version) for version in range(1, 7)] == [0, 1, 2, 3, 4, 5]
         assert publisher.publish(3, weights(3)) == 7  # a rollback to update 3 gets a number of its own
         assert publisher.wait_ready(7, 20) == 7
         assert publisher.update_of(7) == 3
@@ -344,7 +367,7 @@ def test_093_non_finite_parameters_are_never_published(tmp_path, engine, bad):
         poisoned = {"model": {"a": np.ones(3, np.float32), "b": np.array([1, bad, 2], np.float32)}}
         with pytest.raises(PublishError, match=r"update 5 is not published: 1 of 3 values of model\.b are not finite"):
             publisher.publish(5, poisoned)
-        assert publisher.updates() == {1: 4}
+        assert publisher.update_of(1) == 4
         assert [p.name for p in (tmp_path / "weights").iterdir()] == ["1"]
         assert publisher.publish(6, weights(1)) == 2  # no number was used
 

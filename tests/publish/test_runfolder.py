@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import numpy as np
 import orjson
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.convert import trajectory_bytes
+from common.convert import trajectory_bytes, trajectory_parse
+from common.record import segments
 from common.types import Source, Task, VersionRun
+from learner.inbox import Inbox
 from learner.jsonlines import JsonLines, read_lines
 from learner.metrics import live, read_metrics
+from learner.pack import Aggregation, Example, Shape, pack
 from learner.runfolder import RunFolder, read_events, read_trajectories
 from tests import records
 
@@ -50,6 +54,20 @@ def test_incarnations_count_starts(opened, tmp_path):
         file.write(b'{"incarnation": 4, "ti')  # killed while it wrote: nobody ever saw number 4
     assert opened().incarnation == 4
     assert opened().incarnation == 5
+
+
+def test_014_large_ids_survive_every_file_and_the_device(opened, tmp_path):
+    ids = [0, 65535, 65536, 151643, 151645]
+    made = records.trajectory(records.step(ids, ids), rollout_id="a")
+    inbox = Inbox(tmp_path / "inbox", 1)
+    stored = trajectory_parse(inbox.read(inbox.append(trajectory_bytes(made))))
+    opened().trajectories(1, [stored], [0])
+    ((_, read),) = read_trajectories(tmp_path / "trajectories" / "1.parquet")
+    mask = np.array([False] * 5 + [True] * 5)
+    nothing = np.zeros(10, np.float32)
+    example = Example("a", segments(read)[0].ids, mask, nothing, nothing, nothing, nothing, 1.0, np.zeros(10, np.int64))
+    packed = pack([example], Shape(16, 1), Aggregation())
+    assert np.asarray(jax.device_put(packed.microbatches[0].ids))[0].tolist() == ids + ids + [0] * 6
 
 
 def test_events_are_whole_lines_with_time_and_kind(opened, tmp_path):

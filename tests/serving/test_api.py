@@ -15,6 +15,7 @@ from aiohttp import web
 
 from learner.model import hf
 from learner.serving.api import Served, Server
+from tests.processes import eventually
 from tests.serving.conftest import SHAPE, SPEC, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +49,6 @@ class Client:
         return not await self.has_waiting()
 
 
-async def until(condition):
-    """The server has no way to call back: ask it again and again."""
-    while not await condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
@@ -82,7 +77,7 @@ def served(loop, models):
         client = Client(f"http://127.0.0.1:{runner.addresses[0][1]}", aiohttp.ClientSession())
         assert (await client.get("/health"))[0] == 503  # listening, not ready
         server.start()
-        await until(client.healthy)
+        await eventually(client.healthy)
         assert server.engine.ready.is_set()
         return server, runner, client
 
@@ -168,7 +163,7 @@ def test_update_pause_continue(served, models):
             {"message": "Generation paused successfully.", "status": "ok"},
         )
         late = asyncio.create_task(client.generate([10, 20, 30]))
-        await until(client.has_waiting)
+        await eventually(client.has_waiting)
         update = await client.post(
             "/update_weights_from_disk", {"model_path": str(models / "m1"), "weight_version": "7", "flush_cache": True}
         )
@@ -223,7 +218,7 @@ def test_abort_by_id_and_all(served):
     async def play(body):
         await client.post("/pause_generation", {"mode": "retract"})
         task = asyncio.create_task(client.generate([1, 2], rid="gone"))
-        await until(client.has_waiting)
+        await eventually(client.has_waiting)
         assert (await client.generate([1], rid="gone"))[1]["error"]["message"] == "Duplicate request ID detected: gone"
         assert await client.post("/abort_request", {"rid": "unknown"}) == (200, "")
         assert await client.post("/abort_request", body) == (200, "")
@@ -242,9 +237,9 @@ def test_a_client_that_goes_away_aborts_its_request(served):
     async def play():
         await client.post("/pause_generation", {"mode": "retract"})
         task = asyncio.create_task(client.generate([1, 2]))
-        await until(client.has_waiting)
+        await eventually(client.has_waiting)
         task.cancel()
-        await until(client.has_none_waiting)
+        await eventually(client.has_none_waiting)
         await client.post("/continue_generation", {})
 
     loop.run(asyncio.wait_for(play(), 30))
@@ -269,7 +264,7 @@ def test_flush_while_busy(served):
     async def play():
         await client.post("/pause_generation", {"mode": "retract"})
         task = asyncio.create_task(client.generate([1, 2]))
-        await until(client.has_waiting)
+        await eventually(client.has_waiting)
         busy = await client.post("/flush_cache")
         waiting = asyncio.create_task(client.post("/flush_cache?timeout=30"))
         await client.post("/continue_generation", {})

@@ -11,21 +11,33 @@ import json
 import random
 import shutil
 import socket
+import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.addresses import Addresses, EngineAddress
 from common.cli import dump_toml
-from common.config import ModelConfig, RunConfig
+from common.config import ModelConfig, RunConfig, TlsConfig
+from common.files import replace_file
+from common.vocabulary import token_ids
 from tools.launching.runs import Refusal, read_json
 from tools.launching.supervisor import Program
 
 # Below every system's range of ephemeral ports, so that no outgoing connection takes a port before its server binds it.
 PORTS = range(20_000, 32_000)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TASKS_FILE = "tasks_file"  # the option of a domain that names a file
+# What each extra of pyproject.toml brings that programs of its kind cannot start without.
+EXTRAS = {
+    "learner": (
+        *("aiohttp", "beartype", "flax", "jax", "jaxtyping", "ml_dtypes", "optax", "orbax.checkpoint", "orjson", "pyarrow"),
+        *("safetensors", "tensorboard"),
+    ),
+    "actors": ("aiohttp", "jinja2", "orjson", "tokenizers"),
+}
 OPTIONAL_TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -44,9 +56,18 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
         found = [base / text for base in bases if (base / text).exists()]
         return str((found or [bases[0] / text])[0].resolve())
 
-    model = config.model.model_copy(update={"path": absolute(config.model.path), "tokenizer": absolute(config.model.tokenizer)})
+    used = "path" if config.model.path else "tokenizer"
+    model = config.model.model_copy(update={used: absolute(getattr(config.model, used))})
     tls = config.tls.model_copy(update={name: absolute(getattr(config.tls, name)) for name in ("cert", "key", "ca")})
-    domains = [domain.model_copy(update={"instructions": absolute(domain.instructions)}) for domain in config.domains]
+    domains = [
+        domain.model_copy(
+            update={
+                "instructions": absolute(domain.instructions),
+                "options": {key: absolute(str(value)) if key == TASKS_FILE else value for key, value in domain.options.items()},
+            }
+        )
+        for domain in config.domains
+    ]
     return config.model_copy(update={"model": model, "tls": tls, "domains": domains})
 
 
@@ -58,6 +79,7 @@ def check(config: RunConfig) -> None:
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
+    yield from missing_packages()
     yield from _domain_problems(config)
     yield from _model_problems(config.model)
     if config.engine.kind == "sglang" and importlib.util.find_spec("sglang") is None:
@@ -65,11 +87,38 @@ def _problems(config: RunConfig) -> Iterator[str]:
             'engine.kind = "sglang": sglang is not installed in this Python; '
             'pip install "polyturn[sglang]", or set --engine.kind=embedded'
         )
-    for name in ("cert", "key", "ca"):
-        path = getattr(config.tls, name)
-        if path and not Path(path).is_file():
-            yield f"tls.{name} = {path!r}: no such file"
+    yield from _tls_problems(config.tls)
     yield from _port_problems(config)
+
+
+def missing_packages(extras: Mapping[str, Sequence[str]] = EXTRAS) -> Iterator[str]:
+    """One line per extra whose packages are not all there; imports none of them."""
+    for extra, packages in extras.items():
+        missing = [package for package in packages if not _installed(package)]
+        if missing:
+            yield f'{", ".join(missing)} missing in {sys.executable}: pip install "polyturn[{extra}]"'
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even its parent package
+        return False
+
+
+def _tls_problems(tls: TlsConfig) -> Iterator[str]:
+    for name in ("cert", "key", "ca") if tls.cert else ():
+        path = getattr(tls, name)
+        if not Path(path).is_file():
+            yield f"tls.{name} = {path!r}: no such file"
+            return
+    if tls.cert:  # gRPC would report a wrong file as a port that cannot be had
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(tls.cert, tls.key)
+            context.load_verify_locations(tls.ca)
+        except ssl.SSLError as error:
+            yield f"tls.cert, tls.key and tls.ca must be PEM files, the key that of the certificate: {error.reason or error}"
 
 
 def _domain_problems(config: RunConfig) -> Iterator[str]:
@@ -104,61 +153,52 @@ def tokenizer_folder(model: ModelConfig) -> str:
 
 
 def _port_problems(config: RunConfig) -> Iterator[str]:
-    wanted = [("learner.port", config.learner.port)] if config.learner.port else []
-    if not _free(config.host, 0):
-        yield f"host = {config.host!r} is not an address of this machine; set --host=127.0.0.1"
-    if config.engine.port:
-        wanted += [("engine.port", config.engine.port + index) for index in range(config.engine.count)]
-    for key, port in wanted:
-        if not _free(config.host, port):
-            yield f"{key}: port {port} on {config.host} is busy; stop the process that has it, or set --{key}=0 for a free one"
-
-
-def _free(host: str, port: int) -> bool:
     with ExitStack() as held:
-        return _hold(host, port, held)
+        if not _hold(config.host, 0, held):
+            yield f"host = {config.host!r} is not an address of this machine; set --host=127.0.0.1"
+            return
+        for key, port in _fixed_ports(config):
+            if not _hold(config.host, port, held):
+                fix = f"stop the process that has it, or set --{key}=0 for a free one"
+                yield f"{key}: port {port} on {config.host} is busy; {fix}"
+
+
+def _fixed_ports(config: RunConfig) -> list[tuple[str, int]]:
+    """Ports that the configuration names. (It refuses one that two programs would get.)"""
+    engines = [("engine.port", config.engine.port + index) for index in range(config.engine.count)] if config.engine.port else []
+    return engines + ([("learner.port", config.learner.port)] if config.learner.port else [])
 
 
 def _hold(host: str, port: int, held: ExitStack) -> bool:
-    """Bind the port until `held` closes; False when it is taken."""
+    """Listen on the port until `held` closes; False when it is taken. (Only listening keeps others off it: two sockets
+    that reuse addresses can both be bound.)"""
     probe = held.enter_context(socket.socket())
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((host, port))
+        probe.listen()
     except OSError:
         return False
     return True
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """addresses.json: where every program of the run listens."""
-
-    learner: str
-    engines: list[dict[str, str]]
-    envs: dict[str, list[str]]
-
-    def write(self, run: Path) -> None:
-        (run / "addresses.json").write_text(
-            json.dumps({"learner": self.learner, "engines": self.engines, "envs": self.envs}, indent=2)
-        )
-
-
-def choose_addresses(config: RunConfig) -> Addresses:
+def choose_addresses(config: RunConfig, ports: range = PORTS) -> Addresses:
     """Fixed ports where the configuration says so, free ones elsewhere. Raises Refusal when none are free."""
     with ExitStack() as held:  # all at once, so that no port is chosen twice
+        for _, number in _fixed_ports(config):
+            _hold(config.host, number, held)
 
         def port() -> int:
-            for candidate in random.SystemRandom().choices(PORTS, k=200):
+            for candidate in random.SystemRandom().choices(ports, k=200):
                 if _hold(config.host, candidate, held):
                     return candidate
-            raise Refusal(f"no free port on {config.host} between {PORTS.start} and {PORTS.stop}")
+            raise Refusal(f"no free port on {config.host} between {ports.start} and {ports.stop}")
 
         engines = [config.engine.port + index if config.engine.port else port() for index in range(config.engine.count)]
         return Addresses(
             learner=f"{config.host}:{config.learner.port or port()}",
             engines=[
-                {"name": f"engine-{index}", "url": f"http://{config.host}:{number}", "pool": "main"}
+                EngineAddress(name=f"engine-{index}", url=f"http://{config.host}:{number}", pool="main")
                 for index, number in enumerate(engines)
             ],
             envs={domain.name: [f"{config.host}:{port()}" for _ in range(domain.replicas)] for domain in config.domains},
@@ -189,14 +229,6 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
         raise Refusal(str(error)) from error
 
 
-def token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Token -> id of a tokenizer.json: the model's vocabulary (a table, or Unigram's list) and the added tokens."""
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):
-        vocabulary = {token: index for index, (token, _score) in enumerate(vocabulary)}
-    return {**vocabulary, **{entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}}
-
-
 def end_token(tokenizer_config: dict[str, Any]) -> str:
     """`eos_token`, which Hugging Face writes as a string or as a table."""
     end = tokenizer_config.get("eos_token", "")
@@ -204,17 +236,19 @@ def end_token(tokenizer_config: dict[str, Any]) -> str:
 
 
 def write_folder(config: RunConfig, run: Path) -> Addresses:
-    """config.toml, model/ and addresses.json. Ports are chosen anew each time: those of an earlier start may be taken.
+    """config.toml (a run's first start; it never changes), model/ and addresses.json.
 
-    model/ is the configuration and the tokenizer, for engines and actors; weights come from the learner.
+    model/ is the configuration and the tokenizer, for engines and actors; weights come from the learner. Ports are chosen
+    anew each time: those of an earlier start may be taken.
     """
-    (run / "config.toml").write_text(dump_toml(config))
+    if not (run / "config.toml").is_file():
+        replace_file(run / "config.toml", dump_toml(config).encode())
     source, folder = Path(tokenizer_folder(config.model)), run / "model"
     folder.mkdir(exist_ok=True)
     for name in (*TOKENIZER_FILES, *OPTIONAL_TOKENIZER_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(model_config(config.model), indent=2))
+    replace_file(folder / "config.json", json.dumps(model_config(config.model), indent=2).encode())
     addresses = choose_addresses(config)
     addresses.write(run)
     return addresses
@@ -232,7 +266,7 @@ def programs(config: RunConfig, run: Path, addresses: Addresses, learner_argumen
         for domain in config.domains
         for index in range(domain.replicas)
     ]
-    out += [Program(engine["name"], "engine", _engine_command(config, run, engine["url"])) for engine in addresses.engines]
+    out += [Program(engine.name, "engine", _engine_command(config, run, engine.url)) for engine in addresses.engines]
     learner = (python, "-m", "learner", "--run", folder, *learner_arguments)
     out.append(Program("learner", "learner", learner, resumes=not learner_arguments))
     out += [

@@ -11,6 +11,8 @@ from typing import IO, Any
 
 from common.config import RunConfig
 
+LOOKS = 5
+
 
 class Refusal(Exception):
     """The command cannot be carried out; the message names the value and the fix, on one line."""
@@ -25,6 +27,11 @@ def find(text: str, base: Path) -> Path:
     raise Refusal(f"{text}: no run there (no config.toml); runs in {base}: {', '.join(known) or 'none'}")
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a launcher has worked there: other programs have a config.toml too."""
+    return (folder / "launcher.lock").is_file()
+
+
 class Lock:
     """One launcher per run. The kernel drops the lock when its holder dies, however it dies."""
 
@@ -35,15 +42,21 @@ class Lock:
     def take(self) -> None:
         """Raises Refusal when another launcher holds it."""
         file = self._path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
-            raise Refusal(
-                f"{self._path.parent} is running (launcher process {holder}); stop it with `kill {holder}`, or use another --name"
-            ) from error
+        for left in reversed(range(LOOKS)):  # who only looks holds it for an instant, see is_running
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if left:
+                    time.sleep(0.05)
+                    continue
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                file.close()
+                raise Refusal(
+                    f"{self._path.parent} is running (launcher process {holder}); stop it with `kill {holder}`,"
+                    " or use another --name"
+                ) from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -57,22 +70,29 @@ class Lock:
 
 def is_running(run: Path) -> bool:
     """Whether a launcher holds the run's lock now."""
-    if not (run / "launcher.lock").exists():
-        return False
-    lock = Lock(run)
     try:
-        lock.take()
-    except Refusal:
+        with (run / "launcher.lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
         return True
-    lock.free()
     return False
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Updates with a committed checkpoint, rising."""
+    """Steps with a committed checkpoint, rising: warm updates, then `warm.updates` plus policy updates."""
     from learner.checkpoints import committed_steps
 
     return committed_steps(run / "checkpoints")
+
+
+def newest_checkpoint(run: Path, config: RunConfig) -> str:
+    """ "update 12", "warm update 40", or "" without a checkpoint."""
+    step, warm = max(checkpoint_steps(run), default=None), config.warm.updates
+    if step is None:
+        return ""
+    return f"update {step - warm}" if step >= warm else f"warm update {step}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Starts a run's programs, restarts those that crash, and leaves none behind.
 
 The learner leads: the run is done when it exits 0, and a stop begins with it. Exit status 2 of any program means
-that the configuration is wrong: nothing is restarted, everything stops.
+that a restart would not help (it said why): everything stops.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tools.launching.runs import EventLog, checkpoint_steps
 
 LEASH = Path(__file__).with_name("leash.py")
 TAIL_LINES = 12
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CONFIGURATION = 2  # exit status
 
 
@@ -89,9 +90,10 @@ class Supervisor:
         return {child.program.name: child.restarts for child in self._children if child.restarts}
 
     def run(self) -> Outcome:
-        """Blocks until the run is over, then no process is left. Handles SIGINT and SIGTERM; call on the main thread
+        """Blocks until the run is over, then no process is left. Handles SIGINT, SIGTERM and SIGHUP; call on the main thread
         (a leashed child dies with the thread that started it)."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        asked = [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]  # nohup
+        handlers = {number: signal.signal(number, self._on_signal) for number in asked}
         try:
             outcome = self._supervise()
             self._events.add("finished", status=outcome.code, reason=outcome.reason, restarts=self.restarts)
@@ -127,7 +129,7 @@ class Supervisor:
             outcome = None if status is None else self._ended(child, status)
             if outcome:
                 return outcome
-        self._view.refresh({child.program.name: child.state for child in self._children})
+        self._refresh()
         return None
 
     def _start(self, child: _Child) -> None:
@@ -202,13 +204,12 @@ class Supervisor:
     def _restart_manner(self, child: _Child) -> str:
         if not child.program.resumes:
             return ""
-        steps = checkpoint_steps(self._run)
-        return f" from the checkpoint of update {steps[-1]}" if steps else " from the beginning: there is no checkpoint yet"
+        return " from the newest checkpoint" if checkpoint_steps(self._run) else " from the beginning: there is no checkpoint yet"
 
     def _interrupted(self) -> Outcome:
         """The learner first, so that it can still save; a second signal kills."""
         name = signal.Signals(self._signals[0]).name
-        self._view.say(f"{name}: stopping; the learner writes a last checkpoint (again to kill)")
+        self.say(f"{name}: stopping; the learner writes a last checkpoint (again to kill)")
         self._events.add("stopping", reason=name)
         self._stop([self._learner], self._patience.learner_grace_s)
         self._stop_others()
@@ -225,12 +226,12 @@ class Supervisor:
         while any(child.process for child in children) and time.monotonic() < patience_ends and len(self._signals) < 2:
             for child in self._children:
                 self._reap(child)
-            self._view.refresh({child.program.name: child.state for child in self._children})
+            self._refresh()
             time.sleep(min(0.05, self._patience.poll_s))
         for child in children:
             if child.process:
                 why = "second signal" if len(self._signals) > 1 else f"did not stop in {grace_s:g} s"
-                self._view.say(f"{child.program.name}: {why}: killed")
+                self.say(f"{child.program.name}: {why}: killed")
                 self._kill(child)
 
     def _kill(self, child: _Child) -> None:
@@ -241,13 +242,26 @@ class Supervisor:
         _kill_group(process.pid)
         process.wait()
 
+    def say(self, text: str) -> None:
+        """To the view, as long as somebody reads it."""
+        try:
+            self._view.say(text)
+        except OSError:
+            mute()
+
+    def _refresh(self) -> None:
+        try:
+            self._view.refresh({child.program.name: child.state for child in self._children})
+        except OSError:
+            mute()
+
     def _log(self, child: _Child) -> Path:
         return self._run / "logs" / f"{child.program.name}.log"
 
     def _show_tail(self, child: _Child, headline: str) -> None:
         lines = tail(self._log(child), child.log_start)
         label = f"last lines of {self._log(child)}:" if lines else f"{self._log(child)} is empty"
-        self._view.say("\n".join([headline, f"  {label}", *(f"  | {line}" for line in lines)]))
+        self.say("\n".join([headline, f"  {label}", *(f"  | {line}" for line in lines)]))
 
 
 def _send(child: _Child, number: signal.Signals) -> None:
@@ -258,6 +272,12 @@ def _send(child: _Child, number: signal.Signals) -> None:
 def _kill_group(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: EPERM for a group of zombies)
         os.killpg(leader, signal.SIGKILL)
+
+
+def mute() -> None:
+    """Nobody reads the output any more (`launch.py ... | head`, a closed terminal): the run goes on without it."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def describe_status(status: int) -> str:

@@ -104,9 +104,8 @@ class PlainView:
                 self.say(said)
         if time.monotonic() - self._spoken > QUIET_S:
             waits = words.waits(report, 2) or [f"{name} {state}" for name, state in states.items() if state != "running"]
-            self.say(
-                "; ".join(waits) if self._poller.reachable and waits else "the learner does not answer (it may be compiling)"
-            )
+            sentence = "; ".join(waits) or str(report.get("sentence", "nothing has happened for a while"))
+            self.say(sentence if self._poller.reachable else "the learner does not answer (it may be compiling)")
 
 
 class LiveView:

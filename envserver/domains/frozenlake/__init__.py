@@ -52,6 +52,8 @@ def parse_lake(payload: Json) -> tuple[int, list[Cell]]:
     inner = set(cells) - {cell_name((0, 0)), cell_name((size - 1, size - 1))}
     if not isinstance(names, list) or not all(isinstance(name, str) and name in inner for name in names):
         raise ValueError(f"holes {names!r} are not names of cells other than start and goal in a lake of size {size}")
+    if len(set(names)) != len(names):  # else one map could stand in both splits
+        raise ValueError(f"holes {names!r}: a name stands twice")
     holes = [cells[name] for name in names]
     if (0, 0) not in distances(size, holes):
         raise ValueError(f"no way leads around the holes {names!r}")

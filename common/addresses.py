@@ -1,0 +1,58 @@
+"""addresses.json of a run: where its programs listen. The launcher writes it, every program reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from common.files import replace_file
+
+NAME = "addresses.json"
+
+
+class AddressesError(ValueError):
+    """A run's addresses.json cannot be read, or lacks what is looked for; one line with the fix."""
+
+
+class EngineAddress(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    url: str  # http://host:port
+    pool: str
+
+
+class Addresses(BaseModel):
+    """gRPC addresses are `host:port`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    learner: str
+    engines: list[EngineAddress]
+    envs: dict[str, list[str]]  # domain -> its replicas
+
+    @classmethod
+    def read(cls, run: Path) -> Addresses:
+        """Raises AddressesError."""
+        path = run / NAME
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise AddressesError(f"{path}: {error.strerror}; start the run with tools/launch.py") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = ".".join(map(str, first["loc"])) or "the file"
+            raise AddressesError(f"{path}: {what}: {first['msg']}; start the run again with tools/launch.py") from error
+
+    def write(self, run: Path) -> None:
+        replace_file(run / NAME, self.model_dump_json(indent=2).encode())
+
+    def replica(self, domain: str, index: int) -> str:
+        """Raises AddressesError."""
+        replicas = self.envs.get(domain)
+        if replicas is None:
+            raise AddressesError(f"{NAME} has no addresses for domain {domain!r}; start runs with tools/launch.py")
+        if not 0 <= index < len(replicas):
+            raise AddressesError(f"replica {index} of domain {domain!r}: {NAME} has {len(replicas)} of them, counted from 0")
+        return replicas[index]

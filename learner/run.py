@@ -1,0 +1,115 @@
+"""The parts of a learner, its checkpoints (all of it at one moment) and its summary."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from common.config import RunConfig
+from learner.checkpoints import Checkpoints
+from learner.control import Control
+from learner.publisher import Publisher
+from learner.runfolder import RunFolder
+from learner.update import Trainer
+
+log = logging.getLogger("learner.run")
+
+
+@dataclass
+class Totals:
+    """What the summary adds up over the run; saved with every checkpoint."""
+
+    seconds: float = 0.0  # of earlier incarnations
+    warm_end: int = 0  # the supervised update that is the last, once the loss was low enough; 0: warm.updates is
+    lag_tokens: float = 0.0  # sum of lag over trained tokens
+    lag_max: int = 0
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class Run:
+    """The parts of a learner."""
+
+    config: RunConfig
+    path: Path
+    folder: RunFolder
+    control: Control
+    trainer: Trainer
+    publisher: Publisher
+    checkpoints: Checkpoints
+    server: grpc.Server
+    stop: Callable[[], bool]
+    totals: Totals = field(default_factory=Totals)
+    started: float = field(default_factory=time.monotonic)
+    update: int = 0  # RL updates done
+    version: int = 0  # the newest published weights
+    saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
+
+    def seconds(self) -> float:
+        return self.totals.seconds + time.monotonic() - self.started
+
+    @property
+    def last_warm_update(self) -> int:
+        """The supervised update after which the warm start is over."""
+        return self.totals.warm_end or self.config.warm.updates
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Of a checkpoint: warm updates, then `warm.updates` (also when fewer were made) plus policy updates. It rises over
+        the whole run."""
+        warm = self.control.ledger.warm_update
+        return warm if warm < self.last_warm_update else self.config.warm.updates + self.update
+
+    def save(self) -> None:
+        """One moment: parameters, optimizer, ledger, sampler, spool offsets, evaluations, totals."""
+        self.committed()
+        totals = asdict(replace(self.totals, seconds=self.seconds()))
+        state = {"update": self.update, "control": self.control.state(), "totals": totals}
+        if self.checkpoints.save(self.step, self.trainer.state_tree(), state):
+            self.saved = state["control"]
+
+    def committed(self) -> None:
+        """Wait for the checkpoint before; what only older ones needed of the spool can go."""
+        self.checkpoints.wait()
+        if self.saved:
+            self.control.committed(self.saved)
+            self.saved = {}
+
+    def restore(self) -> None:
+        """Go on from the newest committed checkpoint; without one the run starts at its beginning."""
+        if self.checkpoints.latest() is None:
+            self.folder.event("resume_from_start", {"reason": "no committed checkpoint"})
+            return
+        _, arrays, state = self.checkpoints.restore()
+        self.trainer.restore_tree(arrays)
+        self.control.restore(state["control"])
+        self.totals, self.update = Totals(**state["totals"]), state["update"]
+        log.info("resumed at step %d, after update %d, as incarnation %d", self.step, self.update, self.folder.incarnation)
+
+    # ---- the end -------------------------------------------------------------------------------------------
+
+    def summarize(self) -> None:
+        """Close the books: whatever is open is cancelled, so that the outcomes add up to what was dispatched."""
+        self.control.finish()
+        counts, totals = self.control.counts(), self.totals
+        self.folder.summary(
+            {
+                "config": self.config.model_dump(),
+                "seed": self.config.seed,
+                "updates": self.update,
+                "wall_seconds": self.seconds(),
+                "rollouts": {name: counts[name] for name in counts if name != "open"},
+                "evals": self.control.evaluation.results,
+                "tokens": dict(self.control.tokens),
+                "lag": {"mean": totals.lag_tokens / max(1, totals.tokens), "max": totals.lag_max},
+                "recompilations_after_warmup": self.publisher.recompilations(),
+            }
+        )

@@ -1,0 +1,66 @@
+"""tools/check_run.py: what a finished run must hold, per domain."""
+
+import json
+
+import pytest
+
+from common.cli import dump_toml, load
+from tests.launch.stage import REPOSITORY
+from tools import check_run
+
+ROLLOUTS = {"dispatched": 9, "trained": 5, "filtered": 0, "stale": 1, "failed": 1, "cancelled": 2}
+
+
+def evaluation(phase, domain, success, low, high):
+    return {"phase": phase, "mode": "greedy", "domain": domain, "success": success, "ci95": [low, high]}
+
+
+GOOD = [
+    evaluation("warm", "a", 0.5, 0.4, 0.6),
+    evaluation("rl", "a", 0.7, 0.61, 0.8),  # between updates: the last one counts
+    evaluation("rl", "a", 0.9, 0.85, 0.95),
+]
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    def run(evals=GOOD, **changes):
+        config = load(REPOSITORY / "configs" / "tiny.toml")
+        summary = {"rollouts": ROLLOUTS, "updates": 6, "lag": {"max": 1}, "recompilations_after_warmup": 0, "evals": evals}
+        (tmp_path / "config.toml").write_text(dump_toml(config))
+        (tmp_path / "summary.json").write_text(json.dumps(summary | changes))
+        options = ["--min-rl", "0.85", "--max-warm", "0.6", "--disjoint"]
+        status = check_run.main([str(tmp_path), *options])
+        return status, [line[7:] for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+
+    return run
+
+
+def test_a_run_that_holds_what_it_promises(check):
+    assert check() == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollouts": ROLLOUTS | {"trained": 4}}, "one outcome: 9 = 8"),
+        ({"updates": 5}, "updates: 5 of 6"),
+        ({"lag": {"max": 2}}, "lag at most 1: 2"),
+        ({"recompilations_after_warmup": 3}, "compilations after warm-up: 3"),
+        ({"evals": GOOD[1:]}, "a: success after the warm start was not evaluated"),
+        ({"evals": GOOD[:1]}, "a: success after RL was not evaluated"),
+        ({"evals": [*GOOD[:2], evaluation("rl", "a", 0.84, 0.8, 0.9)]}, "a: success after RL 0.840 >= 0.85"),
+        ({"evals": [evaluation("warm", "a", 0.61, 0.4, 0.8), *GOOD[1:]]}, "a: success after the warm start 0.610 <= 0.6"),
+        ({"evals": [evaluation("warm", "a", 0.6, 0.4, 0.86), *GOOD[1:]]}, "a: intervals disjoint: RL from 0.850"),
+        ({"evals": [*GOOD, evaluation("warm", "b", 0.7, 0.6, 0.8), evaluation("rl", "b", 0.9, 0.85, 0.95)]}, "b: success after"),
+    ],
+)
+def test_what_is_missing_is_named(check, changes, words):
+    status, failed = check(**changes)
+    assert status == 1
+    assert any(words in line for line in failed), failed
+
+
+def test_a_run_that_has_not_finished_is_one_line(tmp_path, capsys):
+    assert check_run.main([str(tmp_path / "none")]) == 2
+    assert "the run has not finished" in capsys.readouterr().err
