@@ -225,6 +225,15 @@ class WarmConfig(Table):
     rollouts_per_update: Positive = 128
     lr: Rate = 1e-3
     target_loss: float = Field(default=0.0, ge=0, description="ends it early when 8 updates have a mean loss below; 0: never")
+    target_success: Fraction = Field(
+        default=0.0, description="below target_loss, go on until held-out success (evaluated every 3 updates) reaches this"
+    )
+
+    @model_validator(mode="after")
+    def _targets(self) -> WarmConfig:
+        if self.target_success and not self.target_loss:
+            raise ValueError("warm.target_success is looked at below warm.target_loss; set warm.target_loss too")
+        return self
 
 
 class LearnerConfig(Table):

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 ASKED_TO_END = 128 + signal.SIGTERM  # exit status
 START_S = 300.0  # for env servers to list their tasks and for engines to serve the first version
 LOSS_WINDOW = 8  # warm updates whose mean loss is compared with warm.target_loss
+SUCCESS_EVERY = 3  # warm updates between two looks at warm.target_success
 EVALUATION_TRIES = 2
 TAKE_S = 1.0  # the main thread looks up so often while it waits for rollouts
 
@@ -93,24 +94,38 @@ def begin(run: Run) -> None:
         if run.control.ledger.warm_update < run.last_warm_update:
             warm_start(run)
             publish(run)
-        evaluate_once(run, "warm")
+        if not run.config.warm.target_success or not run.totals.warm_end:  # else it was what ended the warm start
+            evaluate_once(run, "warm")
         run.save()  # a crash in the first updates does not repeat the warm start
     run.trainer.forget_moments()
 
 
 def warm_start(run: Run) -> None:
-    """Supervised updates on reference rollouts, until there were enough or the loss is low enough."""
-    warm, losses = run.config.warm, deque[float](maxlen=LOSS_WINDOW)
+    """Supervised updates on reference rollouts, until there were enough or the policy is good enough.
+
+    The loss alone tells little of some tasks: where a turn of many tokens must be right as a whole, success jumps within a
+    few updates, at a loss that differs from seed to seed. Then success itself is looked at.
+    """
+    warm, losses, below = run.config.warm, deque[float](maxlen=LOSS_WINDOW), 0
     run.control.start_warm()
     while (done := run.control.ledger.warm_update) < run.last_warm_update:
         losses.append(supervise(run).get("loss", math.nan))
-        log.info("warm start %d/%d: loss %.4f", done + 1, warm.updates, losses[-1])
+        done += 1
+        log.info("warm start %d/%d: loss %.4f", done, warm.updates, losses[-1])
         mean = sum(losses) / LOSS_WINDOW
-        if len(losses) == LOSS_WINDOW and mean < warm.target_loss:
-            run.totals.warm_end = done + 1
-            run.folder.event("warm_target", {"updates": done + 1, "loss": mean})
-        elif (done + 1) % run.config.checkpoint.every == 0:
+        below += below > 0 or (len(losses) == LOSS_WINDOW and mean < warm.target_loss)
+        if below and (not warm.target_success or (below % SUCCESS_EVERY == 1 and reached(run, warm.target_success))):
+            run.totals.warm_end = done
+            run.folder.event("warm_target", {"updates": done, "loss": mean})
+        elif done % run.config.checkpoint.every == 0:
             run.save()
+
+
+def reached(run: Run, target: float) -> bool:
+    """Whether the present parameters have `target` success on held-out tasks, in every domain and mode."""
+    publish(run)
+    results = evaluate(run, "warm")
+    return bool(results) and min(result["success"] for result in results) >= target
 
 
 def supervise(run: Run) -> dict[str, float]:

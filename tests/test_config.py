@@ -97,6 +97,7 @@ TYPOS = {
         "domains.0.lease_s = 1: Input should be greater than or equal to 4",
     ),
     "an index in other digits": (MINIMAL, ["--domains.\u00b2.capacity=8"], "is not an index into a list of 1 entries"),
+    "a combination: success without a loss": (MINIMAL, ["--warm.target_success=0.2"], "set warm.target_loss too"),
     "a combination: schedule": (MINIMAL, ["--optimizer.schedule=cosine"], "decay_steps 0 must exceed optimizer.warmup 0"),
     "a name twice": (MINIMAL + MINIMAL, [], "a name stands twice"),
     "a name that is no folder": (MINIMAL, ["--name=../x"], "name = '../x': String should match pattern"),

@@ -30,8 +30,8 @@ def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.N
 
 
 def _learned(domain: str, evals: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """What was asked of one domain's greedy success: the first evaluation after the warm start, the last after RL."""
-    warm = next((e for e in evals if e["phase"] == "warm"), None)
+    """What was asked of one domain's greedy success: the last evaluation of the warm start and the last of all."""
+    warm = next((e for e in reversed(evals) if e["phase"] == "warm"), None)
     rl = next((e for e in reversed(evals) if e["phase"] == "rl"), None)
     if args.max_warm is not None:
         yield _bound(domain, "after the warm start", warm, "<=", args.max_warm)

@@ -16,6 +16,7 @@ def evaluation(phase, domain, success, low, high):
 
 
 GOOD = [
+    evaluation("warm", "a", 0.0, 0.0, 0.1),  # on the way of the warm start
     evaluation("warm", "a", 0.5, 0.4, 0.6),
     evaluation("rl", "a", 0.7, 0.61, 0.8),  # between updates: the last one counts
     evaluation("rl", "a", 0.9, 0.85, 0.95),
@@ -47,11 +48,11 @@ def test_a_run_that_holds_what_it_promises(check):
         ({"updates": 5}, "updates: 5 of 6"),
         ({"lag": {"max": 2}}, "lag at most 1: 2"),
         ({"recompilations_after_warmup": 3}, "compilations after warm-up: 3"),
-        ({"evals": GOOD[1:]}, "a: success after the warm start was not evaluated"),
-        ({"evals": GOOD[:1]}, "a: success after RL was not evaluated"),
-        ({"evals": [*GOOD[:2], evaluation("rl", "a", 0.84, 0.8, 0.9)]}, "a: success after RL 0.840 >= 0.85"),
-        ({"evals": [evaluation("warm", "a", 0.61, 0.4, 0.8), *GOOD[1:]]}, "a: success after the warm start 0.610 <= 0.6"),
-        ({"evals": [evaluation("warm", "a", 0.6, 0.4, 0.86), *GOOD[1:]]}, "a: intervals disjoint: RL from 0.850"),
+        ({"evals": GOOD[2:]}, "a: success after the warm start was not evaluated"),
+        ({"evals": GOOD[:2]}, "a: success after RL was not evaluated"),
+        ({"evals": [*GOOD[:3], evaluation("rl", "a", 0.84, 0.8, 0.9)]}, "a: success after RL 0.840 >= 0.85"),
+        ({"evals": [evaluation("warm", "a", 0.61, 0.4, 0.8), *GOOD[2:]]}, "a: success after the warm start 0.610 <= 0.6"),
+        ({"evals": [evaluation("warm", "a", 0.6, 0.4, 0.86), *GOOD[2:]]}, "a: intervals disjoint: RL from 0.850"),
         ({"evals": [*GOOD, evaluation("warm", "b", 0.7, 0.6, 0.8), evaluation("rl", "b", 0.9, 0.85, 0.95)]}, "b: success after"),
     ],
 )

@@ -230,8 +230,9 @@ def test_deliveries_are_no_silence():
 
     def take(timeout):
         time.sleep(0.005)
-        control.deliveries["stored"] += 1
-        return None if next(left, None) is not None else "batch"
+        number = next(left, None)
+        control.deliveries["stored"] += bool(number and number % 2)  # nothing arrives during every other look
+        return None if number is not None else "batch"
 
     control.take = take
     run = run_over(None, control)
@@ -319,6 +320,23 @@ def test_a_warm_start_is_saved_on_its_way():
     run.trainer = Supervised(1.0)
     main.warm_start(run)
     assert run.checkpoints.saved == [(10, {"warm": 10}), (20, {"warm": 20})]
+
+
+@pytest.mark.parametrize(("successes", "made"), [([0.3], 8), ([0.1, 0.2], 11), ([0.1, 0.1, 0.1, 0.25], 17), ([0.1] * 9, 20)])
+def test_a_warm_start_goes_on_until_success_is_reached(tmp_path, successes, made):
+    """The loss is low enough at update 8; from there on each third update is looked at, with its own weights."""
+    with FakeEngine() as engine, publishing(tmp_path, [engine]) as publisher:
+        control = Control(results=[[entry("warm") | {"success": success}] for success in successes])
+        run = run_over(publisher, control)
+        fields = {"updates": 20, "lr": 1.0, "target_loss": 0.5, "target_success": 0.2}
+        run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
+        run.trainer, run.folder = Supervised(0.1), Folder()
+        run.trainer.policy = weights(1)
+        main.warm_start(run)
+        assert control.ledger.warm_update == made
+        looks = min(len(successes), (20 - 8) // 3 + 1)
+        assert control.evaluated == [("warm", version) for version in range(1, looks + 1)]
+        assert run.totals.warm_end == (made if made < 20 else 0)
 
 
 def test_the_learning_rate_of_a_warm_start_is_its_own():
