@@ -226,7 +226,7 @@ class WarmConfig(Table):
     lr: Rate = 1e-3
     target_loss: float = Field(default=0.0, ge=0, description="ends it early when 8 updates have a mean loss below; 0: never")
     target_success: Fraction = Field(
-        default=0.0, description="below target_loss, go on until held-out success (evaluated every 3 updates) reaches this"
+        default=0.0, description="below target_loss, go on until held-out success (evaluated every other update) reaches this"
     )
 
     @model_validator(mode="after")

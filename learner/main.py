@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ASKED_TO_END = 128 + signal.SIGTERM  # exit status
 START_S = 300.0  # for env servers to list their tasks and for engines to serve the first version
 LOSS_WINDOW = 8  # warm updates whose mean loss is compared with warm.target_loss
-SUCCESS_EVERY = 3  # warm updates between two looks at warm.target_success
+SUCCESS_EVERY = 2  # warm updates between two looks at warm.target_success
 EVALUATION_TRIES = 2
 TAKE_S = 1.0  # the main thread looks up so often while it waits for rollouts
 
