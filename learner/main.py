@@ -94,8 +94,7 @@ def begin(run: Run) -> None:
         if run.control.ledger.warm_update < run.last_warm_update:
             warm_start(run)
             publish(run)
-        if not run.config.warm.target_success or not run.totals.warm_end:  # else it was what ended the warm start
-            evaluate_once(run, "warm")
+        evaluate_once(run, "warm")
         run.save()  # a crash in the first updates does not repeat the warm start
     run.trainer.forget_moments()
 
@@ -114,7 +113,8 @@ def warm_start(run: Run) -> None:
         log.info("warm start %d/%d: loss %.4f", done, warm.updates, losses[-1])
         mean = sum(losses) / LOSS_WINDOW
         below += below > 0 or (len(losses) == LOSS_WINDOW and mean < warm.target_loss)
-        if below and (not warm.target_success or (below % SUCCESS_EVERY == 1 and reached(run, warm.target_success))):
+        look = below % SUCCESS_EVERY == 1 or done == warm.updates  # at the last one too: it is what comes out
+        if below and (not warm.target_success or (look and reached(run, warm.target_success))):
             run.totals.warm_end = done
             run.folder.event("warm_target", {"updates": done, "loss": mean})
         elif done % run.config.checkpoint.every == 0:

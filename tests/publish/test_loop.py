@@ -322,21 +322,25 @@ def test_a_warm_start_is_saved_on_its_way():
     assert run.checkpoints.saved == [(10, {"warm": 10}), (20, {"warm": 20})]
 
 
-@pytest.mark.parametrize(("successes", "made"), [([0.3], 8), ([0.1, 0.2], 10), ([0.1, 0.1, 0.1, 0.25], 14), ([0.1] * 9, 20)])
+@pytest.mark.parametrize(
+    ("successes", "made"), [([0.3], 8), ([0.1, 0.2], 10), ([0.1, 0.1, 0.1, 0.25], 14), ([0.1] * 9, 21), ([0.1] * 7 + [0.2], 21)]
+)
 def test_a_warm_start_goes_on_until_success_is_reached(tmp_path, successes, made):
     """The loss is low enough at update 8; from there on every other update is looked at, with its own weights."""
     with FakeEngine() as engine, publishing(tmp_path, [engine]) as publisher:
         control = Control(results=[[entry("warm") | {"success": success}] for success in successes])
         run = run_over(publisher, control)
-        fields = {"updates": 20, "lr": 1.0, "target_loss": 0.5, "target_success": 0.2}
+        fields = {"updates": 21, "lr": 1.0, "target_loss": 0.5, "target_success": 0.2}
         run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
         run.trainer, run.folder = Supervised(0.1), Folder()
         run.trainer.policy = weights(1)
         main.warm_start(run)
         assert control.ledger.warm_update == made
-        looks = min(len(successes), (20 - 8) // 2 + 1)
+        looks = min(len(successes), 8)  # at 8, 10, ..., 20, and at the end
         assert control.evaluated == [("warm", version) for version in range(1, looks + 1)]
-        assert run.totals.warm_end == (made if made < 20 else 0)
+        assert run.totals.warm_end == (made if successes[-1] >= 0.2 else 0)
+        main.evaluate_once(run, "warm")  # has been made
+        assert len(control.evaluated) == looks
 
 
 def test_the_learning_rate_of_a_warm_start_is_its_own():
