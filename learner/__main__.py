@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import signal
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from common.addresses import AddressesError
 from common.cli import ConfigError, load
 from common.wire import PortBusy
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 def main() -> int:
@@ -33,6 +36,7 @@ def main() -> int:
         config = load(args.run / "config.toml")
         from learner import main as learner  # JAX is imported here, after the arguments and the configuration are checked
         from learner.assignments import EveryRolloutFails
+        from learner.checkpoints import CheckpointError
         from learner.model.spec import ModelError
         from learner.pack import PackError
         from learner.publisher import PublishError
@@ -45,12 +49,22 @@ def main() -> int:
         return learner.main(options, config, asked.is_set)
     except (AddressesError, ConfigError, EveryRolloutFails, ModelError, PackError, PublishError) as error:
         return refuse(error)
-    except (learner.Silence, PortBusy, TasksError, TrainingStopped) as error:
+    except (CheckpointError, learner.Silence, PortBusy, TasksError, TrainingStopped) as error:
         return refuse(error)
+    except OSError as error:
+        if not is_disk(error):
+            raise
+        return refuse(error, "the run's folder needs room and permission to write; then resume the run")
 
 
-def refuse(error: Exception) -> int:
-    print(f"polyturn: error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+def is_disk(error: OSError) -> bool:
+    """A file cannot be written, and no restart will change that. (Arrow raises OSErrors without a number.)"""
+    return error.errno in DISK or "No space left" in str(error)
+
+
+def refuse(error: Exception, fix: str = "") -> int:
+    line = " ".join(str(error).splitlines())
+    print(f"polyturn: error: {line}{f'; {fix}' if fix else ''}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -6,11 +6,14 @@ good as absent. Older steps are deleted after a newer one is committed, so one i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+log = logging.getLogger("learner.checkpoints")
 
 COMMIT_MARK = "commit_success.txt"  # Orbax writes it last
 
@@ -85,22 +88,34 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def restore(self, step: int | None = None) -> tuple[int, dict[str, np.ndarray], dict[str, Any]]:
-        """The newest committed step, or an older one: its number, arrays and state. Later saves go on from there.
+        """The newest committed step that can be read, or the one named: its number, arrays and state. Later saves go on from
+        there, and remove the newer ones.
 
         Raises CheckpointError if there is none.
         """
         steps = committed_steps(self._folder)
-        step = steps[-1] if step is None and steps else step
-        if step not in steps:
+        wanted = steps[::-1] if step is None else [step] if step in steps else []
+        if not wanted:
             raise CheckpointError(
                 f"no committed checkpoint {'' if step is None else f'{step} '}in {self._folder}; it has {steps}"
             )
         items = {"arrays": self._args.StandardRestore(), "state": self._args.JsonRestore()}
-        found = self._manager.restore(step, args=self._args.Composite(**items))
+        problems = []
+        for step in wanted:
+            try:
+                found = self._manager.restore(step, args=self._args.Composite(**items))
+                break
+            except Exception as error:  # Orbax lets through whatever its storage raises
+                problems.append(f"{step} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                log.error("checkpoint %s", problems[-1])
+        else:
+            raise CheckpointError(f"no checkpoint in {self._folder} can be read: {'; '.join(problems)}")
         self._newest = step
         return step, {name: np.asarray(array) for name, array in found["arrays"].items()}, found["state"]
 
     def close(self) -> None:
         """Finish the save in the background; raise CheckpointError if it failed."""
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()

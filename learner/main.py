@@ -282,6 +282,13 @@ def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
     """Returns the exit status: 143 when it was asked to end before all was done."""
     run = start(options, config, stop)
     try:
+        return work(run, options)
+    finally:
+        close(run)
+
+
+def work(run: Run, options: Options) -> int:
+    try:
         if options.resume or options.evaluate:
             run.restore()
         if options.evaluate:
@@ -293,6 +300,7 @@ def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
             (options.run / SUMMARY).unlink(missing_ok=True)
             train(run)
             run.summarize()
+        run.checkpoints.wait()
     except Stopped:
         log.info("asked to end after update %d", run.update)
         run.folder.event("stopped", {"update": run.update})
@@ -301,9 +309,8 @@ def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
                 run.save()
             if run.update < run.config.learner.updates:  # else a resume has the last evaluation to make, and sums up
                 run.summarize()
+        run.checkpoints.wait()
         return ASKED_TO_END
-    finally:
-        close(run)
     return 0
 
 
@@ -315,9 +322,17 @@ def evaluate_and_tell(run: Run, path: Path) -> None:
 
 
 def close(run: Run) -> None:
-    """Wait for what is being written, and end the threads."""
-    run.checkpoints.close()
-    run.publisher.close()
-    time.sleep(0.5)  # actors hear "no more" at their next call
-    run.server.stop(2.0).wait()
-    run.folder.close()
+    """End all threads, whatever fails on the way: a server that stays would keep the process alive. What failed is logged; a
+    checkpoint that cannot be written has been told before, by `wait`."""
+    steps: list[Callable[[], Any]] = [
+        run.checkpoints.close,
+        run.publisher.close,
+        lambda: time.sleep(0.5),  # actors hear "no more" at their next call
+        lambda: run.server.stop(2.0).wait(),
+        run.folder.close,
+    ]
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            log.error("at the end: %s: %s", type(error).__name__, error)

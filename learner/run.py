@@ -88,7 +88,10 @@ class Run:
         if self.checkpoints.latest() is None:
             self.folder.event("resume_from_start", {"reason": "no committed checkpoint"})
             return
-        _, arrays, state = self.checkpoints.restore()
+        newest = self.checkpoints.latest()
+        step, arrays, state = self.checkpoints.restore()
+        if step != newest:
+            self.folder.event("checkpoint_damaged", {"step": newest, "restored": step})
         self.trainer.restore_tree(arrays)
         self.control.restore(state["control"])
         self.totals, self.update = Totals(**state["totals"]), state["update"]

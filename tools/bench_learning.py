@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+if __package__ in (None, ""):  # run as a file: the packages are in the repository root
+    sys.path[0] = str(ROOT)
 
-from common.cli import load  # noqa: E402 - the packages are in the repository root
+from common.cli import load  # noqa: E402
 from tools.launching.preflight import resolve_paths  # noqa: E402
 from tools.launching.runs import finished, read_json  # noqa: E402
 

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):  # run as a file: the packages are in the repository root
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from common.cli import ConfigError, load
 
 
@@ -62,11 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         config = load(args.run / "config.toml")
-    except ConfigError as error:
+        summary = json.loads(path.read_text())
+    except (ConfigError, ValueError) as error:
         print(f"polyturn: error: {error}", file=sys.stderr)
         return 2
     failed = 0
-    for line, ok in checks(json.loads(path.read_text()), config.learner.max_lag, config.learner.updates, args):
+    for line, ok in checks(summary, config.learner.max_lag, config.learner.updates, args):
         print(("ok    " if ok else "FAILED"), line)
         failed += not ok
     return 1 if failed else 0

@@ -22,6 +22,14 @@ from typing import NoReturn
 if __package__ in (None, ""):  # run as a file: the packages are in the repository root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+try:
+    import pydantic  # noqa: F401 - what everything below needs first
+except ModuleNotFoundError:
+    print(
+        f"polyturn: error: pydantic missing in {sys.executable}: pip install polyturn, or use .venv/bin/python", file=sys.stderr
+    )
+    sys.exit(2)
+
 from common.cli import ConfigError, help_text, load
 from common.config import RunConfig
 from tools.launching import report, runs
@@ -67,7 +75,8 @@ def prepare_new(options: Namespace, overrides: list[str]) -> tuple[RunConfig, Pa
     run = options.runs.resolve() / config.name
     if run.exists():
         if not options.overwrite:
-            raise Refusal(f"{run} exists; resume it, add --overwrite to remove it, or choose another --name={config.name}-2")
+            first = "resume it, add" if runs.checkpoint_steps(run) else "it has no checkpoint to resume: add"
+            raise Refusal(f"{run} exists; {first} --overwrite to remove it, or choose another --name={config.name}-2")
         if not runs.is_run(run) and (not run.is_dir() or any(run.iterdir())):
             raise Refusal(f"{run} is not a run's folder: --overwrite does not remove it; choose another --name")
         if runs.is_running(run):
@@ -166,6 +175,10 @@ def main(arguments: list[str], root: Path = ROOT, patience: Patience = Patience(
     except (Refusal, ConfigError) as error:
         for line in str(error).splitlines():
             print(f"polyturn: error: {line}", file=sys.stderr, flush=True)
+        return 2
+    except OSError as error:
+        where = f"{error.filename2 or error.filename}: " if error.filename else ""
+        print(f"polyturn: error: {where}{error.strerror}; runs need a folder with room that can be written", file=sys.stderr)
         return 2
 
 

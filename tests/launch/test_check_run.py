@@ -65,3 +65,10 @@ def test_what_is_missing_is_named(check, changes, words):
 def test_a_run_that_has_not_finished_is_one_line(tmp_path, capsys):
     assert check_run.main([str(tmp_path / "none")]) == 2
     assert "the run has not finished" in capsys.readouterr().err
+
+
+def test_a_summary_that_is_cut_is_one_line(check, tmp_path, capsys):
+    check()
+    (tmp_path / "summary.json").write_text("{")
+    assert check_run.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("polyturn: error: ")

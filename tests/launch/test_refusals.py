@@ -160,7 +160,26 @@ def test_an_address_that_is_not_ours(stage):
 
 def test_an_existing_run(stage):
     stage.run.mkdir(parents=True)
-    refused(stage, stage.call_local(), "runs/demo exists; resume it, add --overwrite")
+    refused(stage, stage.call_local(), "runs/demo exists; it has no checkpoint to resume: add --overwrite")
+
+
+def test_an_existing_run_with_a_checkpoint(ended_run):
+    refused(ended_run, ended_run.call_local(), "runs/demo exists; resume it, add --overwrite")
+
+
+def test_a_folder_that_cannot_be_written(ended_run):
+    (ended_run.run / "launcher.lock").mkdir()  # as good as a read-only disk: the lock cannot be opened
+    for verb in ("resume", "eval"):
+        refused(ended_run, ended_run.call(verb, "demo"), "launcher.lock: Is a directory; runs need a folder with room")
+
+
+def test_a_python_without_anything():
+    """`-S` leaves out installed packages."""
+    command = [sys.executable, "-S", "-E", str(REPOSITORY / "tools" / "launch.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("polyturn: error: pydantic missing in ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_overwrite_removes_a_run_and_nothing_else(stage):

@@ -85,7 +85,7 @@ def test_exit_status_2_without_a_line_shows_the_log(stage):
     stage.play({"engine-0": ["crash 2"]})
     ended = stage.local()
     assert ended.code == 2
-    assert "engine-0 refused its configuration; see" in ended.err
+    assert "engine-0 refused to go on; see" in ended.err
     assert "traceback line 19" in ended.out
 
 

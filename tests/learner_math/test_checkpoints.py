@@ -82,6 +82,26 @@ def test_092_an_unmarked_step_is_absent(tmp_path):
     assert committed_steps(tmp_path) == [5, 10]
 
 
+def test_a_damaged_step_gives_way_to_the_one_before(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    save_all(checkpoints, [5, 10])
+    checkpoints.close()
+    for path in (tmp_path / "10" / "arrays").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    again = Checkpoints(tmp_path, keep=3)
+    assert (again.latest(), again.restore()[0]) == (10, 5)
+    with pytest.raises(CheckpointError, match="10 cannot be read"):
+        again.restore(10)
+    save_all(again, [10])  # from step 5 on, time goes on
+    assert again.restore()[2]["step"] == 10
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.name != COMMIT_MARK:
+            path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read: 10 cannot .*; 5 cannot"):
+        Checkpoints(tmp_path, keep=3).restore()
+
+
 def test_nothing_to_restore_is_said_clearly(tmp_path):
     assert committed_steps(tmp_path / "absent") == []
     with pytest.raises(CheckpointError, match="no committed checkpoint in"):

@@ -9,6 +9,7 @@ import pytest
 
 from common.config import RunConfig
 from learner import main
+from learner.__main__ import is_disk
 from learner.batch import Batch
 from learner.publisher import PublishError
 from learner.rollouts import Kind
@@ -214,6 +215,33 @@ def test_a_resume_makes_the_evaluation_that_was_not_done(tmp_path):
         run.trainer, run.folder = Sometimes(2), Folder()
         main.train(run)
         assert run.control.evaluated == [("rl", 1), ("rl", 2)]
+
+
+def test_everything_is_closed_whatever_fails(tmp_path):
+    """A server that goes on serving would keep the process alive for ever, with nobody behind it."""
+    closed = []
+
+    class Closing:
+        def __init__(self, name):
+            self.name = name
+
+        def close(self):
+            closed.append(self.name)
+            raise OSError(28, "No space left on device")
+
+        def stop(self, grace):
+            self.close()
+
+    run = run_over(Closing("publisher"), Control())
+    run.checkpoints, run.server, run.folder = Closing("checkpoints"), Closing("server"), Closing("folder")
+    main.close(run)
+    assert closed == ["checkpoints", "publisher", "server", "folder"]
+
+
+def test_what_no_restart_repairs():
+    arrow = OSError("Error writing bytes to file. Detail: [errno 28] No space left on device")
+    assert [is_disk(error) for error in (OSError(28, "x"), OSError(30, "x"), arrow)] == [True] * 3
+    assert not is_disk(ConnectionResetError(104, "reset"))
 
 
 def test_silence_ends_the_run_and_says_what_it_waited_for():

@@ -119,11 +119,11 @@ def summary(values: dict[str, Any], restarts: dict[str, int]) -> list[str]:
     tokens = table(values, "tokens")
     cells = [
         ("updates", number(values.get("updates"))),
-        ("wall clock", f"{number(values.get('wall_seconds'), 1)} s"),
+        ("wall clock", f"{number(values['wall_seconds'], 1)} s" if "wall_seconds" in values else ""),
         ("rollouts", outcomes(values, zeros=True)),
-        ("tokens", f"{number(tokens.get('sampled'))} sampled, {number(tokens.get('trained'))} trained"),
+        ("tokens", f"{number(tokens.get('sampled'))} sampled, {number(tokens.get('trained'))} trained" if tokens else ""),
         ("off-policy", lag(values)),
-        ("recompilations", number(values.get("recompilations_after_warmup"))),
+        ("recompilations", number(values["recompilations_after_warmup"]) if "recompilations_after_warmup" in values else ""),
         *(("", evaluation(row)) for row in rows(values, "evals")),
         ("restarts", ", ".join(f"{name} {count}" for name, count in restarts.items()) or "none"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -117,8 +118,9 @@ class EventLog:
         self._file = (run / "launch_events.jsonl").open("a")
 
     def add(self, kind: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the run is more than its diary
+            self._file.write(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

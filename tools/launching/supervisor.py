@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tools.launching.runs import EventLog, checkpoint_steps
 
 LEASH = Path(__file__).with_name("leash.py")
 TAIL_LINES = 12
+FULL_BYTES = 2**16
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CONFIGURATION = 2  # exit status
 
@@ -167,8 +169,8 @@ class Supervisor:
         if status == CONFIGURATION:
             line = complaint(self._log(child), child.log_start)
             if not line:
-                self._show_tail(child, f"{name} refused its configuration (exit status 2)")
-            return Outcome(CONFIGURATION, line or f"{name} refused its configuration; see {self._log(child)}")
+                self._show_tail(child, f"{name} refused to go on (exit status 2)")
+            return Outcome(CONFIGURATION, line or f"{name} refused to go on{self._full()}; see {self._log(child)}")
         if status == 0 and child is self._learner:
             return Outcome(0, "")
         if status == 0 and child.program.role == "actor":
@@ -182,7 +184,7 @@ class Supervisor:
         while child.crashes and now - child.crashes[0] > patience.window_s:
             child.crashes.popleft()
         child.crashes.append(now)
-        what = f"{name} {describe_status(status)}"
+        what = f"{name} {describe_status(status)}{self._full()}"
         count = len(child.crashes)
         if child.program.resumes and not checkpoint_steps(self._run):
             # A restart from the beginning repeats work, so these are counted over the whole run and never forgotten.
@@ -254,6 +256,10 @@ class Supervisor:
             self._view.refresh({child.program.name: child.state for child in self._children})
         except OSError:
             mute()
+
+    def _full(self) -> str:
+        """A full disk also swallows what a program says about it."""
+        return "" if shutil.disk_usage(self._run).free >= FULL_BYTES else f" (the disk of {self._run} is full)"
 
     def _log(self, child: _Child) -> Path:
         return self._run / "logs" / f"{child.program.name}.log"
