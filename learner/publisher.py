@@ -242,8 +242,7 @@ class Publisher:
         with self._changed:
             keep = {self._newest, self._target(), *self._loading.values(), *(+self._pins)}
             keep |= {engine.version for engine in self._table}
-            keep |= {version for version in self._folder.stored() if version > self._newest}  # just written
-            retired = self._folder.retire(keep)
+            retired = self._folder.retire(keep, below=self._newest)  # a larger one is just being written
         self._folder.delete(retired)
 
     def _target(self) -> int:

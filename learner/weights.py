@@ -65,9 +65,10 @@ class WeightFolder:
         """Versions that are there, whole, oldest first."""
         return sorted(int(entry.parent.name) for entry in self._folder.glob(f"*/{DONE}") if entry.parent.name.isdigit())
 
-    def retire(self, keep: Collection[int]) -> list[Path]:
-        """Unmark every whole version but `keep`: it is gone for everyone. Returns the folders, for `delete`."""
-        gone = [self.path(version) for version in self.stored() if version not in keep]
+    def retire(self, keep: Collection[int], below: int | None = None) -> list[Path]:
+        """Unmark every whole version but `keep`, of those smaller than `below`: it is gone for everyone. Returns the folders,
+        for `delete`. (A version may become whole at any moment: without the bound it could be taken for an old one.)"""
+        gone = [self.path(v) for v in self.stored() if v not in keep and (below is None or v < below)]
         for folder in gone:
             (folder / DONE).unlink()
         return gone

@@ -93,6 +93,16 @@ def test_retire_unmarks_at_once_and_delete_removes(tmp_path):
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["2", "4"]
 
 
+def test_a_version_that_is_just_written_is_not_retired_as_an_old_one(tmp_path):
+    """It is whole before the publisher calls it the newest; a clean-up in between would leave engines without it for ever."""
+    folder = WeightFolder(tmp_path, 1)
+    for _ in range(3):
+        folder.write(folder.allocate(0), lambda path: (path / "x").touch())
+    assert [path.name for path in folder.retire({2}, below=2)] == ["1"]
+    assert folder.stored() == [2, 3]
+    folder.close()
+
+
 def test_094_donated_buffers_do_not_change_what_is_published(tmp_path):
     """Every step donates its parameters while a slow writer still saves; each saved tree equals its own step."""
     jax = pytest.importorskip("jax")
