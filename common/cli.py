@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -79,16 +80,19 @@ def _explain(detail: Any) -> str:
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         *parents, key = detail["loc"]
-        known = _keys(parents)
-        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-        fix = f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(sorted(known))}"
-        return f"unknown key {where}; {fix}"
+        return f"unknown key {where}; {meant(str(key), sorted(_keys(parents)), 'keys here')}"
     if detail["type"] == "missing":
         return f"{where} is missing; add it"
     message = detail["msg"].removeprefix("Value error, ")
     if not where:
         return message
     return f"{where} = {detail['input']!r}: {message}" if not isinstance(detail["input"], dict | list) else f"{where}: {message}"
+
+
+def meant(word: str, known: Sequence[str], what: str) -> str:
+    """The fix for an unknown `word`: the one of `known` that is like it, or all of them."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known {what}: {', '.join(known) or 'none'}"
 
 
 def _keys(path: list[Any]) -> list[str]:

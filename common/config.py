@@ -19,6 +19,8 @@ Lease = Annotated[float, Field(ge=4)]  # seconds: holders renew every two
 
 
 class Table(BaseModel):
+    """Unknown keys and values that are not numbers (NaN, infinity) are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 

@@ -2,8 +2,8 @@
 
 An `Env` is one live episode: single-use, text and tool calls only, never tokens. A `Domain` lists tasks, makes
 environments for them and, where it can, gives reference solutions. Most domains build their environment with
-`envserver.toolenv.ToolEnv`, from plain methods. A whole domain
-of 30 lines stands in README.md; it gets a folder and a row in the table of `envserver/domains/__init__.py`.
+`envserver.toolenv.ToolEnv`, from plain methods. A whole domain of 30 lines stands in README.md; it gets a folder and a row in
+the table of `envserver/domains/__init__.py`.
 
 Answers of an environment are of three kinds. Scored: an Observation. Caused by the agent (a wrong call, a command that
 loops until its time is up): an Observation too, with a real score. Infrastructure: any exception; the server reports it
@@ -12,7 +12,6 @@ and the rollout never gets a reward for it.
 
 from __future__ import annotations
 
-import difflib
 import string
 import sys
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from common.cli import meant
 from common.types import Action, Json, Observation, Task
 
 
@@ -122,9 +122,7 @@ def _read(path: str, what: str) -> str:
 def _explain(domain: str, detail: Any, known: list[str]) -> str:
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(where, known, n=1)
-        fix = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(known) or 'none'}"
-        return f"domain {domain!r}: unknown option {where!r}; {fix}"
+        return f"domain {domain!r}: unknown option {where!r}; {meant(where, known, 'options')}"
     message = detail["msg"].removeprefix("Value error, ")
     if not where:
         return f"domain {domain!r}: {message}"

@@ -60,6 +60,10 @@ class _Line(BaseModel):
     payload: dict[str, Any]
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
 def read_tasks(path: str, domain: str, content: Callable[[Json], str]) -> dict[str, list[Task]]:
     """Tasks by split from JSON lines `{"split": "train", "id": "x", "seed": 0, "payload": {...}}`.
 
@@ -67,7 +71,7 @@ def read_tasks(path: str, domain: str, content: Callable[[Json], str]) -> dict[s
     Raises DomainError with file and line number.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028, which splitlines takes for an end
     except (OSError, UnicodeDecodeError) as error:
         raise DomainError(f"domain {domain!r}: tasks_file {path}: {error}") from error
     out: dict[str, list[Task]] = {split: [] for split in SPLITS}
@@ -77,7 +81,7 @@ def read_tasks(path: str, domain: str, content: Callable[[Json], str]) -> dict[s
         if not text.strip():
             continue
         try:
-            line = _Line.model_validate(json.loads(text))
+            line = _Line.model_validate(json.loads(text, parse_constant=_refuse))
             key = content(line.payload)
             if line.id in ids:
                 raise ValueError(f"id {line.id!r} stands twice")

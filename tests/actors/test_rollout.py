@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from actors.chat import EMPTY
 from actors.codec import decode_bytes
 from actors.envs import Envs
-from actors.rollout import Parts, Sampled, Tape, Wait, run_rollout
-from actors.toolcalls import TurnParser
-from common.convert import trajectory_bytes, trajectory_parse
+from actors.rollout import Parts, Wait, run_rollout
 from common.record import full_prompt, segments
-from common.types import ContextKind, EngineInfo, Finish, Limits, Message, Observation, Source, Status, Task, VersionRun
-from common.validate import RecordError, check
+from common.types import ContextKind, EngineInfo, Finish, Limits, Source, Status, Task, VersionRun
+from common.validate import check
 from learner.ledger import Ledger
 from learner.rollouts import Kind
 from tests.actors.servers import (
@@ -293,41 +287,6 @@ async def test_deadline_while_no_engine_serves_fails_a_rollout_that_had_turns() 
     assert len(record.steps) == 1
 
 
-def test_failure_takes_back_rewards_and_the_environments_metrics() -> None:
-    tape = Tape(assignment(["he"]))
-    turn = TurnParser(toy_chat().codec, 2).parse([5, 2], Finish.STOP, 0)
-    context = toy_chat().opening("", "", [Message("user", "he")])
-    tape.append(context, Sampled([5, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
-    tape.observe(Observation((), 0.5, Status.RUNNING, {"success": 1.0}), 0.1)
-    tape.fail("the disk is full")
-    record = tape.trajectory(VOCABULARY)
-    assert record.flags == ("reason:the disk is full",)
-    assert len(record.steps) == 1
-    assert record.total_reward == 0
-    assert "success" not in record.metrics
-
-
-def test_002_a_turn_with_unequal_arrays_is_refused_whole() -> None:
-    tape = Tape(assignment(["he"]))
-    turn = TurnParser(toy_chat().codec, 2).parse([5, 6, 7, 2], Finish.STOP, 0)
-    with pytest.raises(RecordError, match=r"r-1 .*4 action ids, 5 logprobs"):
-        tape.append(EMPTY, Sampled([5, 6, 7, 2], [-0.5] * 5, [], Finish.STOP), turn, {})
-    assert tape.steps == []
-    assert tape.ids == []
-
-
-async def test_014_large_ids_survive_the_record() -> None:
-    ids = [0, 65535, 65536, 151643, 151645]
-    tape = Tape(assignment(["he"]))
-    codec = toy_chat().codec
-    turn = TurnParser(codec, 2).parse([5] * 5, Finish.STOP, 0)
-    tape.append(EMPTY, Sampled(ids, [-0.5] * 5, [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
-    tape.end(Status.TERMINATED)
-    assert trajectory_parse(trajectory_bytes(tape._record())).steps[0].action_ids.tolist() == ids
-    with pytest.raises(OverflowError):
-        tape.append(EMPTY, Sampled([2**31], [-0.5], [], Finish.STOP), turn, {})
-
-
 async def requested_seeds(actors: int, skipped: int) -> list[int]:
     """What an engine is asked with in 4 groups of 4 members with 2 turns, dealt out to `actors`, after `skipped` groups."""
     ledger = Ledger(rules(group_size=4, groups_per_update=8), incarnation=1)
@@ -352,59 +311,3 @@ async def test_078_every_turn_of_every_member_has_its_own_seed() -> None:
     assert len(seeds) == len(set(seeds)) == 32
     assert await requested_seeds(4, 0) == seeds
     assert not set(await requested_seeds(2, 4)) & set(seeds)
-
-
-async def test_004_007_only_what_was_sampled_has_a_mask() -> None:
-    """A demonstration in the prompt has none, nor has what stands between a turn and the next."""
-    chat = toy_chat()
-    opening = chat.opening("", "", [Message("user", "he"), Message("assistant", "heh"), Message("user", "he")])
-    tape = Tape(assignment(["he", "he"]))
-    for context in (opening, chat.bridge(True, [Message("tool", "he")])):
-        turn = TurnParser(chat.codec, 2).parse([7, 2], Finish.STOP, 0)
-        tape.append(context, Sampled([7, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
-    tape.end(Status.TERMINATED)
-    (segment,) = segments(tape.trajectory(VOCABULARY))
-    start = len(opening)
-    assert segment.ids[start:].tolist() == [7, 2, 4, 1, 14, 4, 5, 2, 4, 1, 13, 4, 7, 2]
-    assert segment.mask.tolist() == [False] * start + [True] * 2 + [False] * 10 + [True] * 2
-
-
-def test_a_record_that_breaks_a_rule_is_failed_before_it_leaves() -> None:
-    tape = Tape(assignment(["he"]))
-    turn = TurnParser(toy_chat().codec, 2).parse([5, 2], Finish.STOP, 0)
-    tape.append(EMPTY, Sampled([5, 2], [-0.5, math.nan], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
-    tape.end(Status.TERMINATED)
-    record = tape.trajectory(VOCABULARY)
-    assert (record.status, record.steps) == (Status.FAILED, ())
-    assert record.flags[0].startswith("reason:record:parent_and_prefix") or "finite_logprobs" in record.flags[0]
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 355), min_size=1, max_size=12), st.text("he<|im_end|>", max_size=12)),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_001_any_sampled_ids_stand_in_the_record_as_they_were(dialogue: list[tuple[list[int], str]]) -> None:
-    """The prefix property, too: each prompt begins with the one before it and the turn sampled from it."""
-    chat, tape = toy_chat(), Tape(assignment(["he"], Limits(99, 9999, 1.0)))
-    parser = TurnParser(chat.codec, 2)
-    context, before = chat.opening("", "", [Message("user", "he")]), []
-    for index, (ids, text) in enumerate(dialogue):
-        prompt = tape.ids + context.ids.tolist()
-        assert prompt[: len(before)] == before
-        sampled = Sampled(list(ids), [-0.5] * len(ids), [VersionRun(0, 1, "e", "main")], Finish.STOP)
-        tape.append(context, sampled, parser.parse(ids, Finish.STOP, index), {})
-        before = prompt + ids
-        context = chat.bridge(ids[-1] == 2, [Message("tool", text)])
-    tape.end(Status.TRUNCATED, "turn_limit", tail=context)
-    record = tape.trajectory(VOCABULARY)
-    assert record.status == Status.TRUNCATED
-    (row,) = segments(record)
-    for index, (ids, _) in enumerate(dialogue):
-        assert row.ids[row.step_of == index].tolist() == ids
-        assert row.mask[row.step_of == index].all()
-    assert row.mask.sum() == sum(len(ids) for ids, _ in dialogue)
-    assert len(row.ids) == len(row.mask) == len(row.logprobs) == len(row.versions)

@@ -62,7 +62,7 @@ GOOD = [{"split": "train", "id": "a", "payload": {"v": 1}}, {"split": "heldout",
 
 
 def write_lines(path, *lines):
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
     return str(path)
 
 
@@ -73,9 +73,11 @@ def content(payload):
 
 
 def test_tasks_from_a_file(tmp_path):
-    tasks = read_tasks(write_lines(tmp_path / "t.jsonl", GOOD[0], "", GOOD[1]), "d", content)
+    separator = '{"split": "train", "id": "u", "payload": {"v": "a\u2028b"}}'  # legal inside a JSON string, and no end of a line
+    tasks = read_tasks(write_lines(tmp_path / "t.jsonl", GOOD[0], "", GOOD[1], separator, ""), "d", content)
     assert [(task.domain, task.id, task.seed, task.payload) for split in ("train", "heldout") for task in tasks[split]] == [
         ("d", "a", 0, {"v": 1}),
+        ("d", "u", 0, {"v": "a\u2028b"}),
         ("d", "b", 5, {"v": 2}),
     ]
 
@@ -90,6 +92,7 @@ def test_tasks_from_a_file(tmp_path):
         ({"split": "train", "id": "a", "payload": {"v": 3}}, "t.jsonl:3: id 'a' stands twice"),
         ({"split": "train", "id": "c", "payload": {"v": 2}}, "t.jsonl:3: task 'c' is in both splits"),
         ({"split": "train", "id": "c", "payload": {}}, "t.jsonl:3: payload has no v"),
+        ('{"split": "train", "id": "c", "payload": {"v": NaN}}', "t.jsonl:3: NaN is not JSON"),
         ("[1]", "t.jsonl:3: the line: "),
     ],
 )

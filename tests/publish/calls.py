@@ -1,4 +1,4 @@
-"""What several tests of this folder share: a blocking /generate, background calls, short deadlines, tiny weights."""
+"""What several tests of this folder share: a publisher with a log, a blocking /generate, background calls, deadlines, weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import orjson
 from safetensors.numpy import load_file, save_file
 
+from common.types import EngineInfo
 from learner.engine_api import Deadlines
+from learner.publisher import Publisher, PublisherOptions
 
 TIGHT = Deadlines(look_s=1.0, pause_s=1.0, update_s=1.0)  # for calls that hang; others should not meet a deadline
 EASY = Deadlines(look_s=20.0, pause_s=20.0, update_s=20.0)
@@ -38,3 +40,33 @@ def save(params, directory):
 
 def load(directory):
     return load_file(str(directory / "model.safetensors"))
+
+
+class Log:
+    """Collects events and engine tables."""
+
+    def __init__(self):
+        self.events = []
+        self.tables = []
+
+    def event(self, kind, fields):
+        self.events.append((kind, fields))
+
+    def states(self, name):
+        return [(f["state"], f["version"]) for kind, f in self.events if kind == "engine" and f["name"] == name]
+
+
+@contextmanager
+def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02):
+    log = log or Log()
+    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1))
+    rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
+    publisher = Publisher(options, rows, save, log.event, log.tables.append)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def state(publisher, index=0):
+    return publisher.engines()[index].state

@@ -1,55 +1,18 @@
-"""The publisher over real fake engines: order, deadlines, quarantine, restarts, holding, clean-up."""
+"""The publisher over real fake engines: order, deadlines, quarantine, restarts."""
 
 import threading
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from common.types import EngineInfo
-from learner.publisher import EnginesRefuse, Publisher, PublisherOptions, PublishError
+from learner.publisher import EnginesRefuse, PublishError
 from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
 from tests.processes import until
-from tests.publish.calls import EASY, TIGHT, generate, in_background, load, save, weights
+from tests.publish.calls import EASY, TIGHT, Log, generate, in_background, load, publishing, state, weights
 
 SEQUENCE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 UNDO = ["/abort_request", "/flush_cache", "/continue_generation"]
-
-
-class Log:
-    """Collects events and engine tables."""
-
-    def __init__(self):
-        self.events = []
-        self.tables = []
-
-    def event(self, kind, fields):
-        self.events.append((kind, fields))
-
-    def states(self, name):
-        return [(f["state"], f["version"]) for kind, f in self.events if kind == "engine" and f["name"] == name]
-
-
-@contextmanager
-def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02):
-    log = log or Log()
-    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1))
-    rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
-    publisher = Publisher(options, rows, save, log.event, log.tables.append)
-    try:
-        yield publisher
-    finally:
-        publisher.close()
-
-
-@pytest.fixture
-def engine():
-    with FakeEngine() as running:
-        yield running
-
-
-def state(publisher, index=0):
-    return publisher.engines()[index].state
 
 
 def test_order_of_an_update(tmp_path, engine):
@@ -266,100 +229,6 @@ def test_065_no_cached_token_survives_an_update(tmp_path, engine):
     assert all(reader == writer for reader, writer in engine.reused)
 
 
-def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
-    gate, saved, log = threading.Event(), [], Log()
-
-    def slow(params, folder):
-        gate.wait(20)
-        saved.append(float(params["model.norm.weight"][0]))
-        save(params, folder)
-
-    with publishing(tmp_path, [engine], save=slow, log=log) as publisher:
-        first = publisher.publish(0, weights(0))
-        until(lambda: publisher._pending is None, "the writer took the first")
-        rest = [publisher.publish(update, weights(update)) for update in range(1, 6)]
-        gate.set()
-        assert publisher.wait_ready(rest[-1], 20) == 6
-    assert [first, *rest] == [1, 2, 3, 4, 5, 6]
-    assert saved == [0.0, 5.0]
-    assert [f for kind, f in log.events if kind == "publish_skipped"] == [{"version": v, "newer": v + 1} for v in (2, 3, 4, 5)]
-    with publishing(tmp_path, [engine], incarnation=2) as publisher:
-        assert [publisher.update_of(version) for version in range(1, 7)] == [0, 1, 2, 3, 4, 5]
-        assert publisher.publish(3, weights(3)) == 7  # a rollback to update 3 gets a number of its own
-        assert publisher.wait_ready(7, 20) == 7
-        assert publisher.update_of(7) == 3
-        with pytest.raises(PublishError, match="version 8 was never published; known are 1 to 7"):
-            publisher.update_of(8)
-
-
-def test_an_engine_that_serves_the_old_timeline_is_not_ready_after_a_resume(tmp_path, engine):
-    with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(9, weights(9)), 20)
-    with publishing(tmp_path, [engine], incarnation=2) as publisher:
-        until(lambda: publisher.engines()[0].version == 1, "the engine is seen")
-        assert state(publisher) == "starting"
-        publisher.wait_ready(publisher.publish(5, weights(5)), 20)
-        assert engine.weight_version == "2"
-
-
-def test_clean_up_keeps_the_newest_what_engines_hold_and_pins(tmp_path, engine):
-    def stored():
-        return sorted(int(path.name) for path in (tmp_path / "weights").iterdir())
-
-    with FakeEngine() as stuck, publishing(tmp_path, [engine, stuck]) as publisher:
-        publisher.publish(0, weights(0))
-        until(lambda: {e.version for e in publisher.engines()} == {1}, "both serve version 1")
-        stuck.script("/pause_generation", *[Answer(400, {"message": "no"})] * 10_000)
-        publisher.wait_ready(publisher.publish(1, weights(1)), 20)
-        with publisher.pin(2):
-            for update in range(2, 6):
-                publisher.wait_ready(publisher.publish(update, weights(update)), 20)
-            until(lambda: stored() == [1, 2, 6], "the stuck engine's, the pinned and the newest are left")
-        until(lambda: stored() == [1, 6], "the pin is gone")
-        stuck._scripts.clear()
-        until(lambda: stored() == [6], "the stuck engine has moved on")
-
-
-def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
-    with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
-        with publisher.hold(20) as held:
-            assert held == 1
-            version = publisher.publish(1, weights(1))
-            until(lambda: (tmp_path / "weights" / "2" / "DONE").exists(), "it is written meanwhile")
-            with pytest.raises(PublishError, match=r"no engine serves version 2 .*evaluation holds version 1"):
-                publisher.wait_ready(version, 0.1)
-            engine.restart()  # comes back with the held version, not with the newest
-            until(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the held version again")
-            with pytest.raises(PublishError, match="version 1 is held already"), publisher.hold(1):
-                pass
-            assert publisher.wait_ready(1, 1) == 1
-        assert publisher.wait_ready(version, 20) == 2
-
-
-def test_a_hold_ends_at_its_deadline(tmp_path, engine):
-    log = Log()
-    with publishing(tmp_path, [engine], log=log) as publisher:
-        with pytest.raises(PublishError, match="cannot hold version 0"), publisher.hold(1):
-            pass
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
-        with publisher.hold(0.1):
-            assert publisher.wait_ready(publisher.publish(1, weights(1)), 20) == 2
-    assert [fields["version"] for kind, fields in log.events if kind == "hold_expired"] == [1]
-
-
-def test_hold_brings_engines_back_to_an_earlier_version(tmp_path, engine):
-    with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
-        with publisher.pin(1):
-            publisher.wait_ready(publisher.publish(1, weights(1)), 20)
-            with publisher.hold(20, version=1):
-                assert publisher.wait_ready(1, 20) == 1
-                assert engine.weight_version == "1"
-        publisher.wait_ready(2, 20)
-        assert engine.weight_version == "2"
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_093_non_finite_parameters_are_never_published(tmp_path, engine, bad):
     with publishing(tmp_path, [engine]) as publisher:
@@ -393,22 +262,3 @@ def test_recompilations_are_summed_over_embedded_engines(tmp_path, engine):
         assert publisher.recompilations() == 5
         other.stop()
         assert publisher.recompilations() == 2
-
-
-def test_close_writes_what_is_pending_and_refuses_more(tmp_path, engine):
-    gate = threading.Event()
-
-    def slow(params, folder):
-        gate.wait(20)
-        save(params, folder)
-
-    with publishing(tmp_path, [engine], save=slow) as publisher:
-        publisher.publish(0, weights(0))
-        until(lambda: publisher._pending is None, "the writer took it")
-        publisher.publish(1, weights(1))
-        gate.set()
-        publisher.close()
-        assert (tmp_path / "weights" / "2" / "DONE").exists()
-        with pytest.raises(PublishError, match="closed"):
-            publisher.publish(2, weights(2))
-        assert not engine.paused
