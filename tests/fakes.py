@@ -129,7 +129,8 @@ class FakeEngine:
         # A real process's sockets close with it. Ours would forget those that were accepted but not yet given to a handler,
         # and a client would wait for them until its deadline: nobody gets in any more, then they become connections.
         await site.stop()
-        await asyncio.sleep(0.01)
+        for _ in range(20):  # rounds of the loop, not time: a busy machine may sleep through any time in one round
+            await asyncio.sleep(0)
         await runner.cleanup()
 
     # ---- HTTP ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_a_clean_end(stage):
 
 
 def test_the_folder_and_the_command_lines(stage):
-    stage.play({"learner": [ALL_UP]})
+    stage.play({"learner": [f"{ALL_UP} actor-1:1"]})
     stage.local("--seed=7", "--actors.count=2")
     assert "seed = 7" in (stage.run / "config.toml").read_text()
     addresses = json.loads((stage.run / "addresses.json").read_text())
