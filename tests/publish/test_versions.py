@@ -64,6 +64,14 @@ def test_clean_up_keeps_the_newest_what_engines_hold_and_pins(tmp_path, engine):
         until(lambda: stored() == [6], "the stuck engine has moved on")
 
 
+def test_clean_up_spares_a_version_that_is_whole_and_not_yet_called_newest(tmp_path, engine):
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        publisher._folder.write(publisher._folder.allocate(1), lambda folder: save(weights(1), folder))  # the writer, so far
+        publisher._collect()  # an engine's thread
+        assert publisher._folder.stored() == [1, 2]
+
+
 def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
     with publishing(tmp_path, [engine]) as publisher:
         publisher.wait_ready(publisher.publish(0, weights(0)), 20)
