@@ -1,5 +1,6 @@
 """The launcher as a real process over fake programs: clean ends, crashes, signals, and nothing left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -181,18 +182,26 @@ def test_output_that_nobody_reads_stops_no_run(stage):
     assert (stage.run / "summary.json").exists()
 
 
+@contextlib.contextmanager
+def hangup(handler):
+    """What a child inherits; below nohup it is SIG_IGN."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_hangup_stops_like_sigterm_and_nohup_prevents_it(stage):
-    process = stage.start("local", str(stage.config))
+    with hangup(signal.SIG_DFL):  # whatever the tests themselves were started with
+        process = stage.start("local", str(stage.config))
     stage.wait_started(*ALL)
     process.send_signal(signal.SIGHUP)
     ended = stage.finish(process)
     assert (ended.code, "stopped by SIGHUP" in ended.out) == (129, True)
     stage.play({"learner": ["finish actor-0:2"], "actor-0": ["crash_after env-frozenlake-0:2", "serve"]})
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits that, as below nohup
-    try:
+    with hangup(signal.SIG_IGN):
         process = stage.start("local", str(stage.config), "--overwrite")
-    finally:
-        signal.signal(signal.SIGHUP, before)
     stage.wait_started(*ALL)
     process.send_signal(signal.SIGHUP)
     os.kill(stage.started("env-frozenlake-0")[0]["pid"], signal.SIGKILL)  # now it may end
