@@ -8,6 +8,7 @@ the connection. It runs on a thread of its own, on a loopback port that survives
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -49,6 +50,26 @@ class Request:
 def count_up(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
     """The default policy: the last prompt token + 1, + 2, ..., modulo 100, up to max_new_tokens."""
     return [(prompt[-1] + 1 + i) % 100 for i in range(sampling.get("max_new_tokens", 128))]
+
+
+class Door(socket.socket):
+    """A listening socket that knows whom it let in. A process's sockets close with it; an event loop forgets those that it
+    accepted right before its server closed, and their clients would wait until a deadline."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(socket.AF_INET, socket.SOCK_STREAM)
+        self.accepted: list[socket.socket] = []
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind(("127.0.0.1", port))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        self.accepted.append(connection)
+        return connection, address
+
+    def close_all(self) -> None:
+        for connection in self.accepted:
+            connection.close()
 
 
 class FakeEngine:
@@ -121,17 +142,14 @@ class FakeEngine:
             app.router.add_post(path, self._post)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        door = Door(self.port)
+        site = web.SockSite(runner, door)
         await site.start()
-        self.port = runner.addresses[0][1]
+        self.port = door.getsockname()[1]
         ready.set()
         await self._ending.wait()
-        # A real process's sockets close with it. Ours would forget those that were accepted but not yet given to a handler,
-        # and a client would wait for them until its deadline: nobody gets in any more, then they become connections.
-        await site.stop()
-        for _ in range(20):  # rounds of the loop, not time: a busy machine may sleep through any time in one round
-            await asyncio.sleep(0)
         await runner.cleanup()
+        door.close_all()
 
     # ---- HTTP ------------------------------------------------------------------------------------------------
 
