@@ -5,7 +5,7 @@ UV_VERSION := 0.13.9
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: setup proto lock lint format test smoke smoke-ppo bench long clean
+.PHONY: setup proto lock lint format test test-real smoke smoke-ppo bench long clean
 
 setup: $(STAMP)
 
@@ -35,7 +35,10 @@ lint: $(STAMP)
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not long"
+	$(PY) -m pytest -m "not long" --ignore tests/real
+
+test-real: $(STAMP)  # real tokenizers, fetched once into $$POLYTURN_CACHE (~/.cache/polyturn)
+	$(PY) -m pytest tests/real
 
 smoke: $(STAMP)
 	$(PY) tools/launch.py local configs/smoke.toml --overwrite

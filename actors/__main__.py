@@ -20,19 +20,19 @@ log = logging.getLogger("actors")
 
 async def act(run: Path, config: RunConfig, index: int) -> None:
     """Serve the run until the learner has no more work, or SIGTERM. Raises AddressesError, CodecError, TemplateError."""
-    from actors.chat import Chat
     from actors.codec import load_model_files
+    from actors.conversation import conversation
     from actors.engines import Engines
     from actors.envs import Envs
     from actors.learner_client import Learner
     from actors.pool import Pool
     from actors.rollout import Parts
-    from actors.toolcalls import TurnParser
+    from actors.toolcalls.turns import TurnParser
 
     addresses = Addresses.read(run)
     files = load_model_files(run / "model")
-    chat = Chat(files.codec, files.template, files.end_token)
-    parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning)
+    chat = conversation(files, config.chat)
+    parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
     engines = Engines(vocabulary, config.engine.timeout_s)

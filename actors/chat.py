@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from actors.codec import CACHED_CHARS, END_THINK, THINK, Codec, decode
+from actors.codec import CACHED_CHARS, END_THINK, THINK, ModelFiles, decode
+from actors.observations import ENDLESS, Part, Room, assemble
+from actors.template import Slots, TemplateError, compile_template, cut_at_slots
+from actors.toolcalls import FORMATS, format_of
+from actors.toolcalls.formats import ToolFormat
 from common.types import ContextKind, Json, Message, Spans, ids_array, spans_of
-
-_SLOT = re.compile("\ue000([0-9]+)\ue001")  # the number of a slot, in rendered templates only
-
-
-class TemplateError(ValueError):
-    """The chat template cannot be used for append-only chat; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +36,6 @@ class Context:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def cut(self, length: int) -> Context:
-        """The first `length` tokens."""
-        keep = self.spans.starts < length
-        return Context(self.ids[:length], Spans(self.spans.starts[keep], self.spans.kinds[keep]))
-
 
 EMPTY = Context(ids_array([]), spans_of([]))
 
@@ -52,79 +45,161 @@ class _Slot:
     number: int
 
 
+@dataclass(frozen=True)
+class _Role:
+    """Under which role a message is shown, and on which sides the template trims its text."""
+
+    name: str
+    trims_left: bool
+    trims_right: bool
+
+    def text(self, text: str) -> str:
+        text = text.lstrip() if self.trims_left else text
+        return text.rstrip() if self.trims_right else text
+
+
 _Pattern = tuple["list[int] | _Slot", ...]  # ids of the template, and slots between them
 
 
 class Chat:
-    """One model's chat format. `end_id` ends every turn of the policy."""
+    """One model's chat format. `end_id` ends every turn of the policy; an engine may also stop at another of `end_ids`.
 
-    def __init__(self, codec: Codec, template: str, end_token: str) -> None:
-        self.codec = codec
-        self.end_id = codec.control[end_token]
-        self._render = compile_template(template)
+    Texts reach the policy as the template would show them: a template that trims what it is given has them trimmed. A template
+    that does not show tools has them explained at the end of the instructions, one that does not show tools' answers has them
+    shown as the user's.
+    """
+
+    def __init__(self, files: ModelFiles, format: ToolFormat | None = None, options: Mapping[str, Any] | None = None) -> None:
+        """`options` go to the template (enable_thinking, ...). Raises TemplateError."""
+        if not files.template:
+            raise TemplateError('the model has no chat template; set chat.template = "raw" for a base model, or add one')
+        self.codec = files.codec
+        self.end_id = files.codec.control[files.end_token]
+        self.end_ids = frozenset((self.end_id, *files.end_ids))
+        self._render = compile_template(files.template, {**files.special_tokens, **(options or {})})
+        self.format = format or FORMATS[format_of(files.template)]()
+        self._shows_tools = isinstance(self.format, FORMATS[format_of(files.template)]) and self._learn_shows_tools()
+        self._role = functools.lru_cache(None)(self._learn_role)
         self._opening = functools.lru_cache(256)(self._learn_opening)
         self._bridge = functools.lru_cache(256)(self._learn_bridge)
         self._known_bridge = functools.lru_cache(8192)(self._fill_bridge)  # short observations repeat
         self._check()
         # A generation prompt may open the reasoning for the policy; then a turn begins inside it.
         prompt = self._bridge((), True)[-1]
-        shown = decode(codec, prompt) if isinstance(prompt, list) else ""
+        shown = decode(self.codec, prompt) if isinstance(prompt, list) else ""
         self.opens_reasoning = shown.rfind(THINK) > shown.rfind(END_THINK)
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Whether a turn's last id ends it."""
+        return bool(ids) and ids[-1] in self.end_ids
 
     def opening(self, instructions: str, tools_json: str, messages: Sequence[Message]) -> Context:
         """The first prompt: instructions, tools and the task's messages, up to the generation prompt."""
-        roles = tuple(message.role for message in messages)
+        roles, texts = self._shown(messages)
         pattern, fixed = self._opening(instructions, tools_json, roles)
-        return self._fill(pattern, [message.text for message in messages], ContextKind.TASK, fixed)
+        return self._fill(pattern, texts, ContextKind.TASK, fixed)
 
-    def bridge(self, ended: bool, messages: Sequence[Message]) -> Context:
-        """From a sampled turn to the next generation prompt.
+    def bridge(self, ended: bool, messages: Sequence[Message], room: Room = ENDLESS) -> Context:
+        """From a sampled turn to the next generation prompt; texts are shortened to fit into `room`.
 
         `ended`: the turn's last id is the end token. If not (the engine cut it), the bridge writes the end token itself,
         as context: it was not sampled.
         """
-        return self._after(ended, messages, prompt=True)
+        return self._after(ended, messages, True, room)
 
-    def tail(self, ended: bool, messages: Sequence[Message]) -> Context:
+    def tail(self, ended: bool, messages: Sequence[Message], room: Room = ENDLESS) -> Context:
         """The observation after the last turn, in its wrappers, without a generation prompt. Empty without messages."""
-        return self._after(ended, messages, prompt=False) if messages else EMPTY
+        return self._after(ended, messages, False, room) if messages else EMPTY
 
-    def _after(self, ended: bool, messages: Sequence[Message], prompt: bool) -> Context:
-        roles, texts = tuple(message.role for message in messages), tuple(message.text for message in messages)
-        short = sum(map(len, texts)) <= CACHED_CHARS
-        return (self._known_bridge if short else self._fill_bridge)(ended, roles, texts, prompt)
+    def _after(self, ended: bool, messages: Sequence[Message], prompt: bool, room: Room) -> Context:
+        roles, texts = self._shown(messages)
+        if sum(map(len, texts)) > CACHED_CHARS:
+            return self._fill_bridge(ended, roles, texts, prompt, room)
+        whole = self._known_bridge(ended, roles, texts, prompt)
+        fits = room.each is None and (room.whole is None or len(whole) <= room.whole)
+        return whole if fits else self._fill_bridge(ended, roles, texts, prompt, room)
 
-    def _fill_bridge(self, ended: bool, roles: tuple[str, ...], texts: tuple[str, ...], prompt: bool) -> Context:
+    def _shown(self, messages: Sequence[Message]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Roles and texts as the template shows them."""
+        roles = [self._role(message.role) for message in messages]
+        texts = (role.text(message.text) for role, message in zip(roles, messages, strict=True))
+        return tuple(role.name for role in roles), tuple(texts)
+
+    def _fill_bridge(
+        self, ended: bool, roles: tuple[str, ...], texts: tuple[str, ...], prompt: bool, room: Room = ENDLESS
+    ) -> Context:
         pattern = self._bridge(roles, prompt)
         if ended:
             first = pattern[0]
             assert isinstance(first, list)  # _learn_bridge has seen to it
             pattern = (first[1:], *pattern[1:])
-        return self._fill(pattern, texts, ContextKind.OBSERVATION, ())
+        return self._fill(pattern, texts, ContextKind.OBSERVATION, (), room)
 
-    def _fill(self, pattern: _Pattern, texts: Sequence[str], kind: ContextKind, fixed: Sequence[list[int]]) -> Context:
+    def _fill(
+        self, pattern: _Pattern, texts: Sequence[str], kind: ContextKind, fixed: Sequence[list[int]], room: Room = ENDLESS
+    ) -> Context:
         """Put encoded texts into slots: first the messages', then the `fixed` ones (already encoded)."""
-        ids: list[int] = []
-        runs: list[tuple[int, int]] = []
+        parts = []
         for part in pattern:
             if isinstance(part, list):
-                ids += part
-                runs.append((len(part), ContextKind.TEMPLATE))
-                continue
-            inner = self.codec.encode_text(texts[part.number]) if part.number < len(texts) else fixed[part.number - len(texts)]
-            ids += inner
-            runs.append((len(inner), kind))
+                parts.append(Part(part, ContextKind.TEMPLATE))
+            elif part.number < len(texts):
+                parts.append(Part(self.codec.encode_text(texts[part.number]), kind, text=True))
+            else:
+                parts.append(Part(fixed[part.number - len(texts)], kind))
+        ids, runs = assemble(parts, self.codec, room)
         return Context(ids_array(ids), spans_of(runs))
+
+    # ---- learning from the template ------------------------------------------------------------------------
+
+    def _learn_shows_tools(self) -> bool:
+        slots = Slots(1)
+        tool = {"type": "function", "function": {"name": slots.take("f"), "description": "", "parameters": {}}}
+        shown = cut_at_slots(self._render([{"role": "user", "content": Slots.mark(0)}], [tool], True, slots))
+        return any(isinstance(part, int) and part > 0 for part in shown)
+
+    def _learn_role(self, role: str) -> _Role:
+        """How messages of `role` are shown. A template without answers of tools takes them as the user's."""
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        before = turn if role in ("user", "tool") else turn[:1] if role == "assistant" else []
+        behind = [{"role": "user", "content": "a"}] if role == "system" else []
+        try:
+            shown = self._render([*before, {"role": role, "content": f" {Slots.mark(0)} "}, *behind], [], False, Slots(1))
+        except TemplateError:
+            shown = ""
+        if Slots.mark(0) not in shown:
+            if role == "tool":
+                return self._learn_role("user")
+            raise TemplateError(f"the chat template does not show messages of role {role!r}")
+        left, _, right = shown.partition(Slots.mark(0))
+        return _Role(role, not left.endswith(" "), not right.startswith(" "))
 
     def _learn_opening(self, instructions: str, tools_json: str, roles: tuple[str, ...]) -> tuple[_Pattern, list[list[int]]]:
         slots = Slots(len(roles))
         messages = [{"role": role, "content": Slots.mark(n)} for n, role in enumerate(roles)]
-        if instructions:
-            messages.insert(0, {"role": "system", "content": slots.take(instructions)})
         tools = json.loads(tools_json) if tools_json else []
-        pattern = self._pattern(self._render(messages, tools, True, slots))
+        if tools and not self._shows_tools:
+            instructions, tools = "\n\n".join(filter(None, (instructions, self.format.explain(tools)))), []
+        if instructions:
+            messages.insert(0, {"role": "system", "content": slots.take(self._role("system").text(instructions))})
+        pattern = self._pattern(self._render(messages, self._safe(tools, slots), True, slots))
         self._expect(pattern, set(range(len(roles) + bool(instructions))), f"instructions and messages {list(roles)}")
         return pattern, [self.codec.encode_text(text) for text in slots.texts]
+
+    def _safe(self, tools: list[Json], slots: Slots) -> list[Json]:
+        """Tools whose names and descriptions are slots: a template may write them without tojson.
+
+        Slots inside of what is dumped as JSON are filled there.
+        """
+
+        def safe(value: Json, key: str = "") -> Json:
+            if isinstance(value, dict):
+                return {name: safe(inner, name) for name, inner in value.items()}
+            if isinstance(value, list):
+                return [safe(inner) for inner in value]
+            return slots.take(value) if key in ("name", "description") and isinstance(value, str) else value
+
+        return [safe(tool) for tool in tools]
 
     def _learn_bridge(self, roles: tuple[str, ...], prompt: bool) -> _Pattern:
         """What stands after an assistant's text when messages with `roles` follow."""
@@ -160,68 +235,3 @@ class Chat:
         last = twice[twice.index(_Slot(3)) + 1 :]
         if [part for part in last if isinstance(part, list)] != [part for part in once if isinstance(part, list)]:
             raise TemplateError("the chat template writes a later turn differently from a first one")
-
-
-class Slots:
-    """Numbers for texts that must not pass through the template."""
-
-    def __init__(self, reserved: int) -> None:
-        self._reserved = reserved
-        self.texts: list[str] = []
-
-    @staticmethod
-    def mark(number: int) -> str:
-        return f"\ue000{number}\ue001"
-
-    def take(self, text: str) -> str:
-        self.texts.append(text)
-        return self.mark(self._reserved + len(self.texts) - 1)
-
-
-def cut_at_slots(rendered: str) -> list[str | int]:
-    """Text, and the numbers of the slots between."""
-    parts = [int(part) if n % 2 else part for n, part in enumerate(_SLOT.split(rendered))]
-    return [part for part in parts if part != ""]
-
-
-Render = Callable[[list[dict[str, str]], list[Json], bool, Slots], str]
-
-
-def compile_template(template: str) -> Render:
-    """The template as Hugging Face runs it (same sandbox, same whitespace rules), except that `tojson` makes slots.
-
-    Raises TemplateError.
-    """
-    try:
-        from jinja2 import TemplateError as JinjaError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise TemplateError("actors need jinja2: pip install 'polyturn[actors]'") from error
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-
-    def refuse(message: str) -> None:
-        raise JinjaError(message)
-
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: ""  # a prompt must not change with the date
-
-    taking: list[Slots] = []  # those of the render that runs
-
-    def to_json(value: Json, **_: Json) -> str:
-        return taking[-1].take(json.dumps(value, ensure_ascii=False))
-
-    environment.filters["tojson"] = to_json
-    try:
-        compiled = environment.from_string(template)
-    except JinjaError as error:
-        raise TemplateError(f"the chat template is broken: {error}") from error
-
-    def render(messages: list[dict[str, str]], tools: list[Json], prompt: bool, slots: Slots) -> str:
-        taking[:] = [slots]
-        try:
-            return compiled.render(messages=messages, tools=tools or None, add_generation_prompt=prompt)
-        except (JinjaError, TypeError) as error:
-            raise TemplateError(f"the chat template cannot show {[m['role'] for m in messages]}: {error}") from error
-
-    return render

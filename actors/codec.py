@@ -2,8 +2,8 @@
 
 There are two ways in. `encode_template` is for text of the chat template: control tokens in it are recognised. `encode_text`
 is for everything that anybody else wrote (tasks, observations, errors, tool names): no control token can come out of it,
-neither a special one nor an added one such as <tool_call>, and it decodes back to the same text (after the tokenizer's own
-Unicode normalisation, if it has one).
+neither a special one nor an added one such as <tool_call>, and it decodes back to the same text: the tokenizer's own Unicode
+normalisation is left out. (A character that the vocabulary cannot spell becomes a replacement character, never nothing.)
 
 The way out is bytes per id, so that the text of any run of tokens, and where each token begins, are exact.
 """
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 CACHED_CHARS = 200  # texts up to this length are remembered: observations repeat
 
 
@@ -29,8 +30,10 @@ class CodecError(ValueError):
 class Codec(Protocol):
     """What chat and parser need of a tokenizer."""
 
-    pieces: Sequence[bytes]  # of each id; b"" where an id has no meaning
     control: dict[str, int]  # control and added tokens by their text
+
+    @property
+    def pieces(self) -> Sequence[bytes]: ...  # of each id; b"" where an id has no meaning
 
     def encode_text(self, text: str) -> list[int]: ...
 
@@ -50,10 +53,13 @@ def decode(codec: Codec, ids: Sequence[int]) -> str:
 class ModelFiles:
     """What actors need of a model's folder."""
 
-    codec: ByteLevelCodec
+    codec: Codec
     template: str
     end_token: str
     rows: int  # of the embedding
+    end_ids: tuple[int, ...] = ()  # where engines stop: those of the generation configuration
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, ...: templates write them
+    adds_bos: bool = False  # texts begin with the beginning-of-text token
 
 
 def load_model_files(folder: str | Path) -> ModelFiles:
@@ -68,12 +74,28 @@ def load_model_files(folder: str | Path) -> ModelFiles:
             f"{folder / 'config.json'}: vocab_size {rows} is below the tokenizer's {len(codec.pieces)} ids; "
             "use the tokenizer that belongs to the model"
         )
-    template = config.get("chat_template") or _read_text(folder / "chat_template.jinja")
-    end = config.get("eos_token")
-    end = end["content"] if isinstance(end, dict) else end
+    template = config.get("chat_template") or _read_optional(folder / "chat_template.jinja")
+    special = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
+    special = {name: text for name, text in special.items() if text}
+    end = special.get("eos_token", "")
     if end not in codec.control:
         raise CodecError(f"{folder / 'tokenizer_config.json'}: eos_token {end!r} is no control token of tokenizer.json; set it")
-    return ModelFiles(codec, template, end, rows)
+    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    ends = {*_listed(model.get("eos_token_id")), *_listed(generation.get("eos_token_id"))}
+    return ModelFiles(codec, template, end, rows, tuple(sorted(ends)), special, bool(config.get("add_bos_token")))
+
+
+def _content(token: Any) -> str:
+    """A special token, which Hugging Face writes as a string, as a table, or as null."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def _listed(ids: Any) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _read_optional(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 def _read_text(path: Path) -> str:
@@ -100,7 +122,8 @@ class ByteLevelCodec:
         try:
             described = json.loads(text)
             self._template = Tokenizer.from_str(text)
-            self._plain = Tokenizer.from_str(json.dumps({**described, "added_tokens": [], "post_processor": None}))
+            plain = {**described, "added_tokens": [], "post_processor": None, "normalizer": None}
+            self._plain = Tokenizer.from_str(json.dumps(plain))
         except Exception as error:  # the library raises bare Exception
             raise CodecError(f"{path}: not a tokenizer: {error}") from error
         if '"ByteLevel"' not in json.dumps(described.get("decoder")):
@@ -111,12 +134,22 @@ class ByteLevelCodec:
         self.control = {token.content: i for i, token in self._template.get_added_tokens_decoder().items()}
         self.pieces: Sequence[bytes] = self._pieces()
         self._controls = frozenset(self.control.values())
+        whole = {piece[0] for i, piece in enumerate(self.pieces) if len(piece) == 1 and i not in self._controls}
+        # UTF-8 never has these; any other byte without a token (SmolLM2 lacks some) the library would leave out of a text.
+        self._unspeakable = frozenset(range(256)) - whole - {0xC0, 0xC1, *range(0xF5, 0x100)}
         self._remembered = functools.lru_cache(16384)(self._encode_text)
 
     def encode_text(self, text: str) -> list[int]:
         return self._remembered(text) if len(text) <= CACHED_CHARS else self._encode_text(text)
 
+    def spell(self, text: str) -> str:
+        """`text`, with a replacement character for each that the vocabulary cannot spell."""
+        if not self._unspeakable:
+            return text
+        return "".join("\ufffd" if not self._unspeakable.isdisjoint(c.encode()) else c for c in text)
+
     def _encode_text(self, text: str) -> list[int]:
+        text = self.spell(text)
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if not self._controls.isdisjoint(ids):
             raise CodecError(f"the tokenizer makes control tokens out of plain text: {text[:80]!r}")

@@ -44,7 +44,6 @@ class Request:
     ids: Sequence[int]
     max_new_tokens: int
     temperature: float
-    stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     seed: int
 
@@ -123,7 +122,6 @@ class Engines:
                     "top_k": -1,
                     "stop_token_ids": request.stop_token_ids,
                     "sampling_seed": request.seed,
-                    **({"stop": request.stop} if request.stop else {}),
                 },
                 "return_logprob": True,
             }

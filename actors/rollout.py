@@ -22,10 +22,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.chat import EMPTY, Chat, Context
+from actors.chat import EMPTY, Context
+from actors.conversation import Conversation
+from actors.decoding import tokens_to_stop
 from actors.engines import Engines, EngineUnavailable, Generation, Request
 from actors.envs import Envs, Session
-from actors.toolcalls import Turn, TurnParser, encode_action
+from actors.observations import Room
+from actors.toolcalls.arguments import schemas_of
+from actors.toolcalls.turns import Turn, TurnParser
 from common.seeds import turn_seed
 from common.types import (
     Action,
@@ -71,7 +75,7 @@ class Wait:
 class Parts:
     """What all rollouts of a process share."""
 
-    chat: Chat
+    chat: Conversation
     parser: TurnParser
     vocabulary: Vocabulary
     engines: Engines
@@ -97,6 +101,13 @@ class Sampled:
         self.logprobs += piece.logprobs
         self.finish = piece.finish
 
+    def cut_at(self, stops: Sequence[str], pieces: Sequence[bytes]) -> None:
+        """End the turn with the token that completes a stop string, if one does; `pieces` are the tokenizer's."""
+        count = tokens_to_stop([pieces[i] for i in self.ids], stops) if stops else None
+        if count is not None:
+            self.ids, self.logprobs, self.finish = self.ids[:count], self.logprobs[:count], Finish.STOP
+            self.versions = [run for run in self.versions if run.start < count]
+
 
 class Tape:
     """Writes a rollout's record. `append` is the only way in for tokens."""
@@ -111,6 +122,11 @@ class Tape:
         self.flags: list[str] = []
         self.metrics: dict[str, float] = {}
         self.counts = {"turns": 0.0, "calls_ok": 0.0, "calls_failed": 0.0, "format_errors": 0.0, "engine_retries": 0.0}
+
+    @property
+    def room(self) -> int:
+        """Tokens until limits.max_tokens."""
+        return max(0, self.assignment.limits.max_tokens - len(self.ids))
 
     def append(self, context: Context, sampled: Sampled, turn: Turn, timings: dict[str, float]) -> None:
         """Store one turn: all its arrays, or none. Raises RecordError when their lengths differ."""
@@ -152,10 +168,9 @@ class Tape:
         self.metrics.update(observation.metrics)
 
     def end(self, status: Status, *flags: str, tail: Context = EMPTY) -> None:
-        """The tail is cut where the sequence reaches limits.max_tokens: no row of the learner is longer than that."""
-        room = max(0, self.assignment.limits.max_tokens - len(self.ids))
-        if len(tail) > room:
-            tail, flags = tail.cut(room), (*flags, "tail_cut")
+        """A tail that passes limits.max_tokens even with its texts shortened is left out: no row of the learner is longer."""
+        if len(tail) > self.room:
+            tail, flags = EMPTY, (*flags, "tail_cut")
         self.status, self.tail = status, tail
         self.flags += flags
 
@@ -232,30 +247,30 @@ async def play_policy(tape: Tape, parts: Parts, session: Session, wait: Wait) ->
     engine, ends = "", tape.begun + limits.deadline_s
     for index in range(limits.max_turns):
         if tape.steps and time.monotonic() > ends:  # between two turns, where the state that it would go on from is known
-            tape.end(Status.TRUNCATED, "deadline", tail=parts.chat.tail(*seen))
+            tape.end(Status.TRUNCATED, "deadline", tail=_tail(tape, parts, *seen))
             return
-        room = limits.max_tokens - len(tape.ids) - len(context)
+        room = tape.room - len(context)
         if room < 1:
             if not tape.steps:
                 raise RolloutError(f"the first prompt has {len(context)} tokens, limits.max_tokens is {limits.max_tokens}")
-            tape.end(Status.TRUNCATED, "token_limit", tail=parts.chat.tail(*seen))
+            tape.end(Status.TRUNCATED, "token_limit", tail=_tail(tape, parts, *seen))
             return
         begun = time.monotonic()
         sampled = await _sample(tape, parts, tape.ids + context.ids.tolist(), min(sampling.max_new_tokens, room), engine, wait)
         engine = sampled.versions[-1].engine if sampled.versions else engine
         generated = time.monotonic()
-        turn = parts.parser.parse(sampled.ids, sampled.finish, index)
+        turn = parts.parser.parse(sampled.ids, sampled.finish, index, schemas_of(session.tools_json))
         tape.append(context, sampled, turn, {"generate": generated - begun, "parse": time.monotonic() - generated})
         if sampled.finish == Finish.LENGTH:
             tape.end(Status.TRUNCATED, "length", *(["token_limit"] if room < sampling.max_new_tokens else []))
             return
         observation = await _step(tape, parts, session, turn.action, wait)
-        seen = (sampled.ids[-1:] == [parts.chat.end_id], observation.messages)
+        seen = (parts.chat.ended(sampled.ids), observation.messages)
         if observation.status != Status.RUNNING:
-            tape.end(observation.status, tail=parts.chat.tail(*seen))
+            tape.end(observation.status, tail=_tail(tape, parts, *seen))
             return
-        context = parts.chat.bridge(*seen)
-    tape.end(Status.TRUNCATED, "turn_limit", tail=parts.chat.tail(*seen))
+        context = parts.chat.bridge(*seen, Room(tape.room - 1, _each(tape)))
+    tape.end(Status.TRUNCATED, "turn_limit", tail=_tail(tape, parts, *seen))
 
 
 async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait) -> None:
@@ -265,15 +280,15 @@ async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait)
     actions: Sequence[Action] = session.reference
     longest = 0
     for index, action in enumerate(actions[: limits.max_turns]):
-        ids = encode_action(action, parts.chat.codec, parts.chat.end_id)
+        ids = parts.parser.encode(action)
         longest = max(longest, len(ids))
         turn = parts.parser.parse(ids, Finish.STOP, index)
         tape.append(context, Sampled(ids, [], [], Finish.STOP), turn, {})
         observation = await _step(tape, parts, session, action, wait)
         if observation.status != Status.RUNNING:
-            tape.end(observation.status, tail=parts.chat.tail(True, observation.messages))
+            tape.end(observation.status, tail=_tail(tape, parts, True, observation.messages))
             break
-        context = parts.chat.bridge(True, observation.messages)
+        context = parts.chat.bridge(True, observation.messages, Room(each=_each(tape)))
     if longest > tape.assignment.sampling.max_new_tokens:
         allowed = tape.assignment.sampling.max_new_tokens
         raise RolloutError(f"a turn of the reference takes {longest} tokens, limits.max_new_tokens is {allowed}")
@@ -281,6 +296,15 @@ async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait)
         raise RolloutError(f"the reference takes {len(tape.ids)} tokens, limits.max_tokens is {limits.max_tokens}")
     if tape.status != Status.TERMINATED or tape.metrics.get("success", 1.0) < 1.0:
         raise RolloutError(f"the reference of task {tape.assignment.task.id} does not solve it in {limits.max_turns} turns")
+
+
+def _tail(tape: Tape, parts: Parts, ended: bool, messages: Sequence[Message]) -> Context:
+    return parts.chat.tail(ended, messages, Room(tape.room, _each(tape)))
+
+
+def _each(tape: Tape) -> int | None:
+    """Tokens that one observation's text may have; as long as it is when the context policy does not say."""
+    return int(tape.assignment.context.options.get("observation_tokens", 0)) or None
 
 
 def _opening(parts: Parts, session: Session) -> Context:
@@ -306,7 +330,8 @@ async def _sample(tape: Tape, parts: Parts, prompt: list[int], budget: int, engi
     """
     assignment, index = tape.assignment, len(tape.steps)
     s = assignment.sampling
-    stops = (parts.chat.end_id, *(i for i in s.stop_token_ids if i != parts.chat.end_id))
+    ends = tuple(dict.fromkeys((parts.chat.end_id, *sorted(parts.chat.end_ids), *s.stop_token_ids)))
+    stops = (*s.stop, *parts.chat.format.stops)  # looked for here: engines that get ids have no text
     sampled, why, delay = Sampled(), "", FIRST_DELAY_S
     for attempt in range(TURN_TRIES):
         if not parts.engines.ready():
@@ -315,9 +340,10 @@ async def _sample(tape: Tape, parts: Parts, prompt: list[int], budget: int, engi
         wait.set("engine.generate", chosen.name)
         rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
         left = budget - len(sampled.ids)
-        request = Request(rid, prompt + sampled.ids, left, s.temperature, s.stop, stops, turn_seed(s.seed, index))
+        request = Request(rid, prompt + sampled.ids, left, s.temperature, ends, turn_seed(s.seed, index))
         try:
             sampled.add(await parts.engines.generate(chosen, request))
+            sampled.cut_at(stops, parts.chat.codec.pieces)
         except EngineUnavailable as error:
             why = str(error)
             log.info("rollout %s turn %d: %s", assignment.rollout_id, index, error)

@@ -76,6 +76,29 @@ class ModelConfig(Table):
         return self
 
 
+class ChatConfig(Table):
+    """How the model's text is laid out. `template = "model"`: by its own chat template. "raw", for base models: one growing
+    text, where an observation is put right behind what was sampled."""
+
+    template: Literal["model", "raw"] = "model"
+    tools: Literal["auto", "hermes", "llama3", "qwen3_coder", "fenced", "answer", "react"] = Field(
+        default="auto", description="how calls are written; auto: as the model's chat template teaches"
+    )
+    options: dict[str, Any] = Field(default={}, description="passed to the chat template, such as enable_thinking")
+    prompt: str = Field(default="$instructions\n\n$task\n", description="raw: has $task, may have $instructions and $tools")
+    observation: str = Field(default="\n$observation\n", description="raw: has $observation")
+
+    @model_validator(mode="after")
+    def _template(self) -> ChatConfig:
+        if self.template == "model":
+            _unused(self, "chat", 'template = "raw"', "prompt", "observation")
+            return self
+        _unused(self, "chat", 'template = "model"', "options")
+        if self.tools == "auto":
+            raise ValueError('chat.tools = "auto" reads the chat template, template = "raw" has none: name a format')
+        return self
+
+
 class LimitsConfig(Table):
     """Bounds of one rollout."""
 
@@ -86,9 +109,12 @@ class LimitsConfig(Table):
 
 
 class ContextConfig(Table):
-    """How history is shown to the policy. `append` keeps all of it and has no options."""
+    """How history is shown to the policy. `append` keeps all of it."""
 
     name: Literal["append"] = "append"
+    observation_tokens: Natural = Field(
+        default=0, description="of one observation's text; the middle of a longer one is left out, with a notice; 0: any number"
+    )
 
 
 class DomainConfig(Table):
@@ -279,6 +305,7 @@ class RunConfig(Table):
     domains: list[DomainConfig] = Field(min_length=1)
     engine: EngineConfig = EngineConfig()
     actors: ActorsConfig = ActorsConfig()
+    chat: ChatConfig = ChatConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -69,7 +69,7 @@ def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: R
         purpose="eval" if group.kind is Kind.EVAL else "train",
         limits=Limits(limits.max_turns, limits.max_tokens, limits.deadline_s),
         sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
-        context=ContextPolicy(domain.context.name),
+        context=ContextPolicy(domain.context.name, domain.context.model_dump(exclude={"name"})),
     )
 
 

@@ -98,6 +98,13 @@ TYPOS = {
     ),
     "an index in other digits": (MINIMAL, ["--domains.\u00b2.capacity=8"], "is not an index into a list of 1 entries"),
     "a combination: success without a loss": (MINIMAL, ["--warm.target_success=0.2"], "set warm.target_loss too"),
+    "a combination: raw text without a format": (MINIMAL, ["--chat.template=raw"], 'template = "raw" has none: name a format'),
+    "a combination: raw text with a template's options": (
+        MINIMAL,
+        ["--chat.template=raw", "--chat.tools=fenced", "--chat.options={enable_thinking = false}"],
+        "chat.options = {'enable_thinking': False} is for template = \"model\"; leave it out",
+    ),
+    "a combination: a prompt for a chat template": (MINIMAL, ["--chat.prompt=$task"], "chat.prompt = '$task' is for template"),
     "a combination: schedule": (MINIMAL, ["--optimizer.schedule=cosine"], "decay_steps 0 must exceed optimizer.warmup 0"),
     "a name twice": (MINIMAL + MINIMAL, [], "a name stands twice"),
     "a name that is no folder": (MINIMAL, ["--name=../x"], "name = '../x': String should match pattern"),

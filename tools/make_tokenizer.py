@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from actors.chat import Slots, compile_template, cut_at_slots
+from actors.template import Slots, compile_template, cut_at_slots
 from common.types import Json, Task, ToolCall
 from envserver.domains import load_domain
 from envserver.domains.frozenlake import DELTAS

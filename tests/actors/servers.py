@@ -11,11 +11,12 @@ from pathlib import Path
 import grpc
 
 from actors.chat import Chat
-from actors.codec import ByteLevelCodec
+from actors.codec import ByteLevelCodec, ModelFiles
+from actors.conversation import Conversation
 from actors.engines import Engines
 from actors.envs import Envs
 from actors.rollout import Parts, Wait, run_rollout
-from actors.toolcalls import TurnParser
+from actors.toolcalls.turns import TurnParser
 from common import convert, wire
 from common.proto import rl_pb2 as pb
 from common.proto import rl_pb2_grpc as pb_grpc
@@ -120,26 +121,28 @@ def ready(*engines: FakeEngine) -> list[EngineInfo]:
 
 
 @asynccontextmanager
-async def toy_parts(addresses: list[str], engines: list[EngineInfo], chat: Chat | None = None) -> AsyncIterator[Parts]:
+async def toy_parts(addresses: list[str], engines: list[EngineInfo], chat: Conversation | None = None) -> AsyncIterator[Parts]:
     async with parts_of(chat or toy_chat(), VOCABULARY, {"scripted": addresses}, engines) as parts:
         yield parts
 
 
 @asynccontextmanager
 async def parts_of(
-    chat: Chat, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo]
+    chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo]
 ) -> AsyncIterator[Parts]:
     client, envs = Engines(vocabulary, timeout_s=20.0), Envs(addresses)
     client.update(engines)
     try:
-        yield Parts(chat, TurnParser(chat.codec, chat.end_id, chat.opens_reasoning), vocabulary, client, envs)
+        parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
+        yield Parts(chat, parser, vocabulary, client, envs)
     finally:
         await client.close()
         await envs.close()
 
 
 def tiny_chat() -> Chat:
-    return Chat(ByteLevelCodec(TINY / "tokenizer.json"), (TINY / "chat_template.jinja").read_text(), "<|im_end|>")
+    codec = ByteLevelCodec(TINY / "tokenizer.json")
+    return Chat(ModelFiles(codec, (TINY / "chat_template.jinja").read_text(), "<|im_end|>", 1024))
 
 
 def assignment(
@@ -172,7 +175,7 @@ def turns(*plans: list[int]):
 
 
 async def play(
-    work: Assignment, engine: FakeEngine, chat: Chat | None = None, domain: ScriptedDomain | None = None
+    work: Assignment, engine: FakeEngine, chat: Conversation | None = None, domain: ScriptedDomain | None = None
 ) -> Trajectory:
     async with env_server(domain or ScriptedDomain()) as server:
         table = ready(engine)

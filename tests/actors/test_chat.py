@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.chat import Chat, TemplateError
-from actors.codec import ByteLevelCodec, CodecError, decode, load_model_files
+from actors.chat import Chat
+from actors.codec import ByteLevelCodec, CodecError, ModelFiles, decode, load_model_files
+from actors.template import TemplateError
 from common.types import ContextKind, Message, expand_spans
 from tests.actors.toy import CHATML, OPENS_THINKING, toy_chat
 
@@ -31,7 +32,7 @@ def codec() -> ByteLevelCodec:
 
 @pytest.fixture(scope="module")
 def chat(codec: ByteLevelCodec) -> Chat:
-    return Chat(codec, TEMPLATE, "<|im_end|>")
+    return Chat(ModelFiles(codec, TEMPLATE, "<|im_end|>", 1024))
 
 
 def tool(text: str) -> Message:
@@ -58,14 +59,6 @@ def test_tail_has_the_wrappers_but_no_generation_prompt() -> None:
     assert tail.ids.tolist() == [4, 1, 14, 4, 5, 2, 4]
     assert kinds(tail) == [1, 1, 1, 1, 3, 1, 1]
     assert len(toy_chat().tail(True, [])) == 0
-
-
-def test_cut_tail_keeps_its_spans() -> None:
-    tail = toy_chat().tail(True, [tool("he")])
-    assert kinds(tail.cut(5)) == [1, 1, 1, 1, 3]
-    assert kinds(tail.cut(4)) == [1, 1, 1, 1]
-    assert len(tail.cut(0)) == 0
-    assert tail.cut(0).spans.starts.tolist() == []
 
 
 def test_006_generation_prompt_that_opens_the_reasoning_is_seen() -> None:

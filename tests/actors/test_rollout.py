@@ -124,8 +124,9 @@ async def test_turn_limit() -> None:
     assert record.tail_ids.tolist() == [4, 1, 14, 4, 5, 2, 4]
 
 
-async def test_token_limit_between_turns_cuts_the_tail_to_the_row() -> None:
-    # opening 20 + turn 2 + bridge 10 = 32: no room for a token. The tail has 7: it fits into 32, not into 26.
+async def test_token_limit_between_turns_leaves_out_a_tail_that_does_not_fit() -> None:
+    # opening 20 + turn 2 + bridge 10 = 32: no room for a token, and an observation of one token cannot be shorter. The tail
+    # has 7: it fits into 32, not into 26, where its wrapper would be cut.
     with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
         record = await play(assignment(["he"] * 5, Limits(8, 32, 20.0)), engine)
         assert len(prompts(engine)[0]) == 20
@@ -135,7 +136,7 @@ async def test_token_limit_between_turns_cuts_the_tail_to_the_row() -> None:
     with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
         record = await play(assignment(["he"] * 5, Limits(8, 26, 20.0)), engine)
     assert record.flags == ("token_limit", "tail_cut")
-    assert len(segments(record)[0].ids) == 26
+    assert len(segments(record)[0].ids) == 22
 
 
 async def test_token_limit_inside_a_turn() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from actors.chat import EMPTY
 from actors.rollout import Sampled, Tape
-from actors.toolcalls import TurnParser
+from actors.toolcalls.turns import TurnParser
 from common.convert import trajectory_bytes, trajectory_parse
 from common.record import segments
 from common.types import Finish, Limits, Message, Observation, Status, VersionRun

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.codec import ByteLevelCodec, decode_bytes
-from actors.toolcalls import Turn, TurnParser, encode_action, parse_json
+from actors.toolcalls.arguments import parse_json
+from actors.toolcalls.turns import Turn, TurnParser
 from common.types import Action, ActionKind, Finish, ToolCall, expand_spans
 from tests.actors.toy import Toy
 
@@ -54,6 +55,14 @@ def test_027_nothing_in_the_reasoning_is_read(codec) -> None:
     unclosed = parse(rehearsal, codec=codec)
     assert unclosed.action == Action("")
     assert unclosed.problems == 1
+
+
+@both
+def test_reasoning_between_calls_is_not_read_either(codec) -> None:
+    call = '<tool_call>{"name":"%s","arguments":{}}</tool_call>'
+    turn = parse(f"A{call % 'a'}B<think>no {call % 'rm'}</think>C{call % 'b'}", codec=codec)
+    assert calls(turn) == [("a", {}), ("b", {})]
+    assert (turn.action.text, turn.reasoning) == ("A\nB\nC", f"no {call % 'rm'}")
 
 
 @both
@@ -181,13 +190,13 @@ values = st.recursive(
 def test_an_encoded_action_parses_back(text: str, made: list[tuple[str, dict]]) -> None:
     action = Action(text, tuple(ToolCall(f"call-0-{n}", name, arguments) for n, (name, arguments) in enumerate(made)))
     for codec, end in ((REAL, REAL.control["<|im_end|>"]), (TEXT_MARKS, 2)):
-        turn = TurnParser(codec, end).parse(encode_action(action, codec, end), Finish.STOP, 0)
+        turn = TurnParser(codec, end).parse(TurnParser(codec, end).encode(action), Finish.STOP, 0)
         assert turn.action == action
         assert turn.problems == 0
 
 
 def test_a_whole_move_is_four_tokens() -> None:
-    ids = encode_action(Action("", (ToolCall("", "move", {"to": "left"}),)), REAL, REAL.control["<|im_end|>"])
+    ids = TurnParser(REAL, REAL.control["<|im_end|>"]).encode(Action("", (ToolCall("", "move", {"to": "left"}),)))
     assert [REAL.pieces[i].decode() for i in ids] == [
         "<tool_call>",
         '\n{"name": "move", "arguments": {"to": "left"}}\n',

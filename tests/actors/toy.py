@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from actors.chat import Chat
-from actors.codec import Codec
+from actors.codec import Codec, ModelFiles
 from common.validate import Vocabulary
 
 CONTROL = {"<pad>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "<|eot|>": 3}
@@ -68,4 +68,4 @@ class Toy:
 
 
 def toy_chat(template: str = CHATML, codec: Codec | None = None) -> Chat:
-    return Chat(codec or Toy(), template, "<|im_end|>")
+    return Chat(ModelFiles(codec or Toy(), template, "<|im_end|>", VOCABULARY.rows))
