@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -37,14 +37,26 @@ def load(path: str | Path, overrides: list[str] = []) -> RunConfig:  # noqa: B00
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     for override in overrides:
-        _apply(table, override)
+        _apply(table, override, _value)
     try:
+        _keep_words(table, overrides)
         return RunConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_explain(detail)}" for detail in error.errors())) from error
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
+def _keep_words(table: dict[str, Any], overrides: list[str]) -> None:
+    """Where a text is wanted, `--name=2026-11-30` is one, though TOML would read a date."""
+    try:
+        RunConfig.model_validate(table)
+    except ValidationError as error:
+        wanted = {".".join(map(str, detail["loc"])) for detail in error.errors() if detail["type"] == "string_type"}
+        for override in overrides:
+            if override.removeprefix("--").partition("=")[0] in wanted:
+                _apply(table, override, str)
+
+
+def _apply(table: dict[str, Any], override: str, read: Callable[[str], Any]) -> None:
     key, equals, text = override.removeprefix("--").partition("=")
     if not override.startswith("--") or not equals or not key:
         raise ConfigError(f"override {override!r}: write --table.key=value, for instance --optimizer.lr=1e-3")
@@ -58,8 +70,15 @@ def _apply(table: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict | list):
             raise ConfigError(f"override {override!r}: {part} is a value, not a table")
     if isinstance(place, list):
-        raise ConfigError(f"override {override!r}: name a key of one of the list's entries: --{'.'.join(path)}.0.KEY=...")
-    place[last] = _value(text)
+        where = ".".join(path)
+        tables = all(isinstance(entry, dict) for entry in place)
+        fix = (
+            f"name a key of one of the list's entries: --{where}.0.KEY=..."
+            if tables
+            else f"write the whole list: --{where}=[...]"
+        )
+        raise ConfigError(f"override {override!r}: {fix}")
+    place[last] = read(text)
 
 
 def _item(place: list[Any], part: str, override: str) -> Any:

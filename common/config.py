@@ -286,7 +286,7 @@ class EvalConfig(Table):
     tasks: Positive = Field(default=128, description="held-out tasks per domain, always the same")
     every: Natural = 0
     init: bool = True
-    modes: list[Literal["greedy", "sampled"]] = ["greedy"]
+    modes: list[Literal["greedy", "sampled"]] = Field(default=["greedy"], min_length=1)
     deadline_s: Rate = 120.0
 
 

@@ -93,6 +93,8 @@ def read_tasks(path: str, domain: str, content: Callable[[Json], str]) -> dict[s
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the line"
             raise DomainError(f"{path}:{number}: {where}: {first['msg']}") from error
+        except RecursionError as error:
+            raise DomainError(f"{path}:{number}: nested too deeply") from error
         except ValueError as error:
             raise DomainError(f"{path}:{number}: {error}") from error
         ids.add(line.id)

@@ -8,12 +8,14 @@ import logging
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from common.addresses import AddressesError
 from common.cli import ConfigError, load
 from common.wire import PortBusy
 
+STARTED = time.monotonic()
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
@@ -45,7 +47,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse(error)
     try:
-        options = learner.Options(args.run.resolve(), args.resume, args.eval, args.tasks, args.mode)
+        options = learner.Options(args.run.resolve(), args.resume, args.eval, STARTED, args.tasks, args.mode)
         return learner.main(options, config, asked.is_set)
     except (AddressesError, ConfigError, EveryRolloutFails, ModelError, PackError, PublishError) as error:
         return refuse(error)

@@ -57,6 +57,9 @@ class FailureStreak:
             )
 
 
+REASON = 300  # characters of a failure that are told
+
+
 def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: Rollout, greedy: bool) -> Assignment:
     limits = domain.limits
     temperature = 0.0 if greedy else config.sampling.temperature
@@ -108,7 +111,7 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
 def failure(trajectory: Trajectory) -> str:
     """Why there is nothing to score, from the flag `reason:<why>` of a FAILED rollout; empty when there is something."""
     if trajectory.status == Status.FAILED:
-        return next((flag.removeprefix("reason:")[:80] for flag in trajectory.flags if flag.startswith("reason:")), "unknown")
+        return next((flag.removeprefix("reason:")[:REASON] for flag in trajectory.flags if flag.startswith("reason:")), "unknown")
     if trajectory.source == Source.POLICY and not sampled_tokens(trajectory.steps):
         return "no_tokens"
     return ""

@@ -11,9 +11,8 @@ import logging
 import math
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +104,16 @@ def warm_start(run: Run) -> None:
     The loss alone tells little of some tasks: where a turn of many tokens must be right as a whole, success jumps within a
     few updates, at a loss that differs from seed to seed. Then success itself is looked at.
     """
-    warm, losses, below = run.config.warm, deque[float](maxlen=LOSS_WINDOW), 0
+    warm, totals = run.config.warm, run.totals
     run.control.start_warm()
     while (done := run.control.ledger.warm_update) < run.last_warm_update:
-        losses.append(supervise(run).get("loss", math.nan))
+        losses = totals.warm_losses = [*totals.warm_losses, supervise(run).get("loss", math.nan)][-LOSS_WINDOW:]
         done += 1
         log.info("warm start %d/%d: loss %.4f", done, warm.updates, losses[-1])
         mean = sum(losses) / LOSS_WINDOW
-        below += below > 0 or (len(losses) == LOSS_WINDOW and mean < warm.target_loss)
+        below = totals.warm_below = totals.warm_below + (
+            totals.warm_below > 0 or (len(losses) == LOSS_WINDOW and mean < warm.target_loss)
+        )
         look = below % SUCCESS_EVERY == 1 or done == warm.updates  # at the last one too: it is what comes out
         if below and (not warm.target_success or (look and reached(run, warm.target_success))):
             run.totals.warm_end = done
@@ -177,8 +178,12 @@ def wait_served(run: Run) -> None:
 
 def evaluate_once(run: Run, phase: str) -> None:
     """Once per phase and update, also across a resume."""
-    done = {(e["phase"], run.publisher.update_of(e["version"])) for e in run.control.evaluation.results}
-    if (phase, run.update) not in done:
+    results = [e for e in run.control.evaluation.results if e["phase"] == phase]
+    if phase == "warm":
+        done = bool(results) and run.totals.warm_evaluated == run.control.ledger.warm_update
+    else:
+        done = run.update in {run.publisher.update_of(e["version"]) for e in results}
+    if not done:
         evaluate(run, phase)
 
 
@@ -192,6 +197,7 @@ def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
         if run.stop():
             raise Stopped
         if results:
+            run.totals.warm_evaluated = run.control.ledger.warm_update
             break
         log.warning("eval %s was not done in %g s and is not recorded", phase, run.config.eval.deadline_s)
     for result in results:
@@ -244,6 +250,7 @@ class Options:
     run: Path
     resume: bool = False
     evaluate: bool = False  # only evaluate the run's newest weights
+    started: float = field(default_factory=time.monotonic)  # the process: time.monotonic()
     tasks: int = 0  # held-out tasks of `evaluate`; 0: as configured
     mode: str = ""
 
@@ -275,7 +282,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
         control.set_engines,
     )
     checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
-    return Run(config, options.run, folder, control, trainer, publisher, checkpoints, server, stop)
+    return Run(config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, started=options.started)
 
 
 def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:

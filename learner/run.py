@@ -14,6 +14,7 @@ import grpc
 from common.config import RunConfig
 from learner.checkpoints import Checkpoints
 from learner.control import Control
+from learner.jsonlines import read_lines
 from learner.publisher import Publisher
 from learner.runfolder import RunFolder
 from learner.update import Trainer
@@ -27,6 +28,9 @@ class Totals:
 
     seconds: float = 0.0  # of earlier incarnations
     warm_end: int = 0  # the supervised update that is the last, once the loss was low enough; 0: warm.updates is
+    warm_evaluated: int = 0  # supervised updates behind the newest evaluation of the warm start
+    warm_below: int = 0  # supervised updates since the loss was low enough
+    warm_losses: list[float] = field(default_factory=list)  # of the newest supervised updates
     lag_tokens: float = 0.0  # sum of lag over trained tokens
     lag_max: int = 0
     tokens: int = 0
@@ -46,7 +50,7 @@ class Run:
     server: grpc.Server
     stop: Callable[[], bool]
     totals: Totals = field(default_factory=Totals)
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)  # of this process: time.monotonic()
     update: int = 0  # RL updates done
     version: int = 0  # the newest published weights
     saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
@@ -95,6 +99,9 @@ class Run:
         self.trainer.restore_tree(arrays)
         self.control.restore(state["control"])
         self.totals, self.update = Totals(**state["totals"]), state["update"]
+        # What was done after the checkpoint took its time too, although it is done again.
+        spent = [line["seconds"] for line in read_lines(self.path / "metrics.jsonl") if "seconds" in line]
+        self.totals.seconds = max([self.totals.seconds, *spent])
         log.info("resumed at step %d, after update %d, as incarnation %d", self.step, self.update, self.folder.incarnation)
 
     # ---- the end -------------------------------------------------------------------------------------------

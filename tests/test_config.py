@@ -44,6 +44,12 @@ TYPOS = {
     "an index that is a name": (MINIMAL, ["--domains.frozenlake.capacity=8"], "'frozenlake' is not an index"),
     "a key below a value": ("seed = 3\n" + MINIMAL, ["--seed.x=8"], "override '--seed.x=8': seed is a value, not a table"),
     "a list's entry": (MINIMAL, ["--domains.0=8"], "name a key of one of the list's entries: --domains.0.KEY=..."),
+    "a list without tables": (
+        MINIMAL + "[engine]\nwidths = [64, 320]",
+        ["--engine.widths.0=64"],
+        "write the whole list: --engine.widths=[...]",
+    ),
+    "no way to evaluate": (MINIMAL, ["--eval.modes=[]"], "eval.modes: List should have at least 1 item"),
     "no domains": ("seed = 3", [], "domains is missing; add it"),
     "TOML": ("name = [", [], "not TOML"),
     "a combination: GRPO with a critic": (MINIMAL, ["--algorithm.critic=shared"], 'GRPO has no critic: set critic = "none"'),
@@ -177,3 +183,11 @@ def test_common_imports_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["2026-11-30", "12", "1e3", "true"])
+def test_a_text_may_look_like_something_else(tmp_path, name):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    config = load(path, [f"--name={name}", "--seed=3", "--optimizer.lr=1e-3"])
+    assert (config.name, config.seed, config.optimizer.lr) == (name, 3, 1e-3)

@@ -13,11 +13,15 @@ and 143 after SIGHUP, Ctrl-C and SIGTERM.
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import NoReturn
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports, before anything was started, is no traceback
 
 if __package__ in (None, ""):  # run as a file: the packages are in the repository root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -79,6 +83,8 @@ def prepare_new(options: Namespace, overrides: list[str]) -> tuple[RunConfig, Pa
             raise Refusal(f"{run} exists; {first} --overwrite to remove it, or choose another --name={config.name}-2")
         if not runs.is_run(run) and (not run.is_dir() or any(run.iterdir())):
             raise Refusal(f"{run} is not a run's folder: --overwrite does not remove it; choose another --name")
+        if run.is_symlink():
+            raise Refusal(f"{run} is a symbolic link: --overwrite does not remove it; remove it, or choose another --name")
         if runs.is_running(run):
             raise Refusal(f"{run} is running: --overwrite does not remove it; stop it first")
         shutil.rmtree(run)
@@ -178,12 +184,12 @@ def main(arguments: list[str], root: Path = ROOT, patience: Patience = Patience(
         return 2
     except OSError as error:
         where = f"{error.filename2 or error.filename}: " if error.filename else ""
-        print(f"polyturn: error: {where}{error.strerror}; runs need a folder with room that can be written", file=sys.stderr)
+        print(
+            f"polyturn: error: {where}{error.strerror or error}; runs need a folder with room that can be written",
+            file=sys.stderr,
+        )
         return 2
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before anything was started
-        sys.exit(130)
+    sys.exit(main(sys.argv[1:]))

@@ -42,7 +42,7 @@ def check_installed(name: str, table: Mapping[str, Row] = DOMAINS) -> Row:
         raise DomainError(f"unknown domain {name!r}; known domains: {', '.join(sorted(table))}")
     row = table[name]
     if row.package and importlib.util.find_spec(row.package) is None:
-        raise DomainError(f"domain {name!r} needs {row.package}: pip install 'polyturn[{name}]'")
+        raise DomainError(f"domain {name!r} needs {row.package}: run `make setup`, or pip install -e '.[{name}]'")
     return row
 
 

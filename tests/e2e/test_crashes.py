@@ -103,6 +103,8 @@ def test_a_run_has_three_lives(launched, compiled):
     assert begins(launched.run) == {1: 0, 2: first, 3: second}
     superseded = {int(p.name.partition(".")[0]) for p in (launched.run / "trajectories").glob("*.superseded-2.parquet")}
     assert superseded == undone
+    assert launched.summary()["wall_seconds"] > summary["wall_seconds"] > 0
+    assert launched.summary()["tokens"]["trained"] > summary["tokens"]["trained"]
     check_history(launched)
     code, out = launched.launch("resume")
     assert code == 2

@@ -113,7 +113,9 @@ def test_unknown_domain_and_missing_extra_are_one_line_with_the_fix():
     with pytest.raises(DomainError, match="unknown domain 'frozen'; known domains: arithmetic, frozenlake"):
         load_domain("frozen")
     table = {"frozenlake": Row(DOMAINS["frozenlake"].load, "no_such_package")}
-    with pytest.raises(DomainError, match=r"domain 'frozenlake' needs no_such_package: pip install 'polyturn\[frozenlake\]'"):
+    with pytest.raises(
+        DomainError, match=r"domain 'frozenlake' needs no_such_package: run `make setup`, or pip install -e '.\[frozenlake\]'"
+    ):
         check_installed("frozenlake", table)
     assert check_installed("plain", {"plain": Row(DOMAINS["frozenlake"].load)}).package == ""  # it needs nothing more
 

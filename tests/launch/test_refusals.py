@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from common.cli import dump_toml, load
 from common.config import RunConfig
+from envserver.domains import DOMAINS, Row
 from tests.launch.stage import REPOSITORY
 from tools.launching import preflight, runs
 
@@ -66,7 +68,7 @@ def test_runs_that_is_a_file(stage):
 def test_a_missing_extra():
     (line,) = preflight.missing_packages({"learner": ("json", "no_such_package", "no_such_parent.package"), "actors": ("json",)})
     assert line.startswith("no_such_package, no_such_parent.package missing in ")
-    assert line.endswith(': pip install "polyturn[learner]"')
+    assert line.endswith(': run `make setup`, or pip install -e ".[learner]"')
 
 
 def test_every_package_of_the_extras_is_looked_for():
@@ -132,6 +134,60 @@ def test_a_busy_port(stage, key):
         refused(stage, stage.call_local(f"--{key}={port}"), f"{key}: port {port} on 127.0.0.1 is busy", f"--{key}=0")
 
 
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        ("{", "tasks.jsonl:1: not JSON"),
+        ("[" * 100_000, "tasks.jsonl:1: nested too deeply"),
+        (None, "tasks.jsonl: [Errno 2] No such"),
+    ],
+)
+def test_a_task_file_that_cannot_be_read(stage, tasks, says):
+    if tasks:
+        (stage.folder / "tasks.jsonl").write_text(tasks)
+    refused(stage, stage.call_local('--domains.0.options={tasks_file = "tasks.jsonl"}'), "domains.0: ", says)
+    assert not stage.run.exists()
+
+
+def test_options_that_the_domain_does_not_know(stage):
+    refused(stage, stage.call_local("--domains.0.options.sise=4"), "domains.0: domain 'frozenlake': unknown option 'sise'")
+    assert not stage.run.exists()
+
+
+def test_a_warm_start_without_references(stage, monkeypatch):
+    class Blind(DOMAINS["frozenlake"].load({}, "").__class__):
+        has_reference, template = False, "Go."
+
+    monkeypatch.setitem(DOMAINS, "frozenlake", Row(Blind))
+    refused(stage, stage.call_local("--warm.updates=3"), "warm.updates = 3: domain 'frozenlake' has no reference solutions")
+
+
+def test_a_tokenizer_that_is_not_json(stage):
+    (stage.folder / "tokenizer" / "tokenizer.json").write_text("{bad")
+    refused(stage, stage.call_local(), "tokenizer.json: not JSON: ")
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
+    (tmp_path / "pydantic.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, str(REPOSITORY / "tools" / "launch.py"), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with interrupts(), subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+        assert process.stderr.read() == ""
+
+
+@contextlib.contextmanager
+def interrupts():
+    """Children take SIGINT, whatever these tests were started with."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_no_port_is_chosen_twice():
     """Ten programs, ten ports: a configured one of them is no choice for the others."""
     with socket.socket() as probe:
@@ -189,6 +245,11 @@ def test_overwrite_removes_a_run_and_nothing_else(stage):
     (stage.run / "config.toml").write_text("")  # many programs have one
     refused(stage, stage.call_local("--overwrite"), "is not a run's folder")
     (stage.run / "launcher.lock").write_text("")
+    stage.run.rename(stage.folder / "big")
+    stage.run.symlink_to(stage.folder / "big")
+    refused(stage, stage.call_local("--overwrite"), "is a symbolic link: --overwrite does not remove it")
+    stage.run.unlink()
+    (stage.folder / "big").rename(stage.run)
     stage.play({"learner": ["finish"]})
     ended = stage.local("--overwrite")
     assert ended.code == 0

@@ -1,7 +1,9 @@
 """The learner's loop: evaluations begin when a real publisher serves their version; when a warm start ends."""
 
+import json
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -331,6 +333,30 @@ def test_a_warm_start_ends_when_the_mean_loss_of_eight_updates_is_below_its_targ
     assert warmed(0.1, target=0.5)[0] == 8  # never on less than 8
     assert warmed(0.1, target=0.0)[0] == 30
     assert warmed(float("nan"), target=0.5)[0] == 30
+
+
+def test_a_resumed_warm_start_goes_on_with_the_losses_that_it_had():
+    run = run_over(None, Control(done=8))
+    fields = {"updates": 30, "target_loss": 0.5, "lr": 0.5}
+    run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
+    run.folder, run.trainer = Folder(), Supervised(0.0)
+    run.totals = type(run.totals)(**json.loads(json.dumps(asdict(run.totals) | {"warm_losses": [1.0] * 4 + [0.0] * 4})))
+    main.warm_start(run)
+    assert run.control.ledger.warm_update == 9  # (3·1 + 5·0)/8 is below the target at once
+
+
+def test_a_warm_start_is_evaluated_as_it_ended(tmp_path):
+    """A look on the way is none of what came out, although both are of update 0."""
+    with FakeEngine() as engine, publishing(tmp_path, [engine]) as publisher:
+        run = run_over(publisher, Control(done=8, results=[[entry("warm")], [entry("warm", 2)]]))
+        main.publish(run)
+        main.evaluate_once(run, "warm")
+        main.evaluate_once(run, "warm")
+        assert len(run.control.evaluated) == 1
+        run.control.ledger.warm_update = 14
+        main.publish(run)
+        main.evaluate_once(run, "warm")
+        assert run.control.evaluated == [("warm", 1), ("warm", 2)]
 
 
 def test_a_resumed_warm_start_makes_what_is_left_and_counts_no_skipped_update():

@@ -23,7 +23,7 @@ from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
 from common.files import replace_file
 from common.vocabulary import token_ids
-from tools.launching.runs import Refusal, read_json
+from tools.launching.runs import Refusal
 from tools.launching.supervisor import Program
 
 # Below every system's range of ephemeral ports, so that no outgoing connection takes a port before its server binds it.
@@ -85,7 +85,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if config.engine.kind == "sglang" and importlib.util.find_spec("sglang") is None:
         yield (
             'engine.kind = "sglang": sglang is not installed in this Python; '
-            'pip install "polyturn[sglang]", or set --engine.kind=embedded'
+            'pip install -e ".[sglang]", or set --engine.kind=embedded'
         )
     yield from _tls_problems(config.tls)
     yield from _port_problems(config)
@@ -96,7 +96,7 @@ def missing_packages(extras: Mapping[str, Sequence[str]] = EXTRAS) -> Iterator[s
     for extra, packages in extras.items():
         missing = [package for package in packages if not _installed(package)]
         if missing:
-            yield f'{", ".join(missing)} missing in {sys.executable}: pip install "polyturn[{extra}]"'
+            yield f'{", ".join(missing)} missing in {sys.executable}: run `make setup`, or pip install -e ".[{extra}]"'
 
 
 def _installed(package: str) -> bool:
@@ -122,15 +122,29 @@ def _tls_problems(tls: TlsConfig) -> Iterator[str]:
 
 
 def _domain_problems(config: RunConfig) -> Iterator[str]:
-    from envserver.domains import DomainError, check_installed
+    from envserver.domains import DomainError, check_installed, load_domain
 
     for index, domain in enumerate(config.domains):
         try:
             check_installed(domain.name)
         except DomainError as error:
             yield f"domains.{index}.name: {error}"
+            continue
         if domain.instructions and not Path(domain.instructions).is_file():
             yield f"domains.{index}.instructions = {domain.instructions!r}: no such file"
+            continue
+        try:
+            found = load_domain(domain.name, domain.options, domain.instructions)
+            if TASKS_FILE in domain.options:
+                found.tasks("train", 1)  # reads all of it
+        except DomainError as error:
+            yield f"domains.{index}: {error}"
+            continue
+        if config.warm.updates and not found.has_reference:
+            yield (
+                f"warm.updates = {config.warm.updates}: domain {domain.name!r} has no reference solutions to learn from;"
+                " set --warm.updates=0"
+            )
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
@@ -155,7 +169,7 @@ def tokenizer_folder(model: ModelConfig) -> str:
 def _port_problems(config: RunConfig) -> Iterator[str]:
     with ExitStack() as held:
         if not _hold(config.host, 0, held):
-            yield f"host = {config.host!r} is not an address of this machine; set --host=127.0.0.1"
+            yield f"host = {config.host!r} is not an IPv4 address of this machine; set --host=127.0.0.1"
             return
         for key, port in _fixed_ports(config):
             if not _hold(config.host, port, held):
@@ -218,15 +232,25 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
             config = read_config(folder)
             ModelSpec.from_hf(config)
             return config
-        ids = token_ids(read_json(folder / "tokenizer.json"))
+        ids = token_ids(_json(folder / "tokenizer.json"))
         if not ids:
             raise Refusal(f"{folder / 'tokenizer.json'}: no vocabulary in it; write it with `Tokenizer.save`")
-        end = end_token(read_json(folder / "tokenizer_config.json"))
+        end = end_token(_json(folder / "tokenizer_config.json"))
         if end not in ids:
             raise Refusal(f"{folder / 'tokenizer_config.json'}: eos_token {end!r} is not in the vocabulary of tokenizer.json")
         return spec_from_config(model, max(ids.values()) + 1).to_hf(eos_id=ids[end], dtype=model.dtype)
     except ModelError as error:
-        raise Refusal(str(error)) from error
+        raise Refusal(f"{folder}: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise Refusal(f"{path}: a JSON object was expected, not a {type(value).__name__}")
+    return value
 
 
 def end_token(tokenizer_config: dict[str, Any]) -> str:

@@ -211,7 +211,7 @@ class Supervisor:
     def _interrupted(self) -> Outcome:
         """The learner first, so that it can still save; a second signal kills."""
         name = signal.Signals(self._signals[0]).name
-        self.say(f"{name}: stopping; the learner writes a last checkpoint (again to kill)")
+        self.say(f"{name}: stopping; the learner saves what it has done (again to kill)")
         self._events.add("stopping", reason=name)
         self._stop([self._learner], self._patience.learner_grace_s)
         self._stop_others()
