@@ -276,7 +276,9 @@ class LearnerConfig(Table):
     rows_per_microbatch: Positive = 32
     stall_s: Rate = Field(default=120.0, description="a wait of the learner longer than this becomes an event")
     give_up_s: Rate = Field(
-        default=1800.0, description="without any delivery for so long, the run ends and says what it waits for"
+        default=1800.0,
+        description="without any delivery for so long, the run ends and says what it waits for; a learner that answers nobody"
+        " for so long is restarted",
     )
 
 

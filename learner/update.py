@@ -176,8 +176,13 @@ class Trainer:
 
     def forget_moments(self) -> None:
         """Adam starts anew. Gradients of the warm start are ten times those of the policy loss; their second moments would
-        hold policy updates back for hundreds of steps. A learning-rate warm-up covers the first steps without moments."""
-        self._state = self._state._replace(adam=optimizer.initial(self._config.optimizer, self._state.params).adam)
+        hold policy updates back for hundreds of steps. A learning-rate warm-up covers the first steps without moments.
+
+        A separate critic, which the warm start does not train, starts from the trunk that it has made."""
+        params = self._state.params
+        if "critic" in params:
+            params = params | {"critic": jax.tree.map(jnp.copy, params["policy"])}
+        self._state = self._state._replace(params=params, adam=optimizer.initial(self._config.optimizer, params).adam)
 
     # ---- what others read ----------------------------------------------------------------------------------
 

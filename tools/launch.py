@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -134,7 +135,8 @@ def supervise(options: Namespace, config: RunConfig, run: Path, root: Path, pati
     poller = Poller(addresses.learner, tls_of(config))
     with make_view(poller, f"{options.verb} {run}") as view:
         plan = programs(config, run, addresses, learner_arguments(options))
-        supervisor = Supervisor(plan, run, root, view, patience)
+        patience = replace(patience, silence_s=config.learner.give_up_s)
+        supervisor = Supervisor(plan, run, root, view, patience, lambda: poller.answered)
         supervisor.say(f"{options.verb} {run}: {', '.join(program.name for program in plan)}; logs in {run / 'logs'}")
         outcome = supervisor.run()
     lock.free()

@@ -159,6 +159,16 @@ def test_a_learner_with_a_checkpoint_resumes(stage):
     assert [start["argv"][2:] for start in stage.started("learner")] == [[], ["--resume"]]
 
 
+def test_a_learner_that_never_answers_is_restarted(stage):
+    """Frozen, say. One that answers is left alone, however long it takes."""
+    stage.play({"learner": ["checkpoint_and_serve 10", "finish"]})
+    ended = stage.local("--learner.give_up_s=0.5")
+    assert ended.code == 0
+    assert "learner has not answered for 0.5 s: killed\nlearner was killed by SIGKILL; restart 1 of 3" in ended.out
+    assert [start["argv"][2:] for start in stage.started("learner")] == [[], ["--resume"]]
+    assert [event["seconds"] for event in stage.events() if event["kind"] == "silent"] == [0.5]
+
+
 def test_an_actor_that_ends_by_itself_is_no_crash(stage):
     stage.play({"actor-0": ["done"], "learner": ["finish actor-0:6"]})
     ended = stage.local()

@@ -383,3 +383,17 @@ def test_a_control_run_and_bfloat16_with_a_separate_critic():
             assert array.dtype == np.float32
             changed = array.tobytes() != after[name].tobytes()
             assert changed == (not name.startswith("params/policy")), name
+
+
+def test_a_separate_critic_starts_from_the_trunk_that_the_warm_start_made():
+    trainer = Trainer(config(algorithm={"name": "ppo", "critic": "separate", "minibatches": 1}), SPEC)
+    trainer.supervised([as_reference(rollout([turn([8], [9, 3])], "b"))], 0.02)
+
+    def trunks():
+        tree = trainer.state_tree()
+        policy = {n.removeprefix("params/policy/"): a for n, a in tree.items() if n.startswith("params/policy/")}
+        return policy, {n: tree[f"params/critic/{n}"] for n in policy}
+
+    assert not same(*trunks())
+    trainer.forget_moments()
+    assert same(*trunks())

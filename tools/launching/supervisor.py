@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +46,7 @@ class Patience:
     longest_delay_s: float = 10.0
     learner_grace_s: float = 90.0  # a last checkpoint, the summary
     grace_s: float = 15.0
+    silence_s: float = 1800.0  # of the learner, before it is taken for dead
     poll_s: float = 0.1
 
 
@@ -66,6 +67,7 @@ class _Child:
     process: subprocess.Popen[bytes] | None = None
     log_start: int = 0  # where this start's output begins in the log
     start_at: float | None = 0.0  # monotonic seconds; None: not to be started
+    started: float = 0.0  # monotonic seconds
     crashes: deque[float] = field(default_factory=deque)  # monotonic seconds
     restarts: int = 0
     fresh_restarts: int = 0  # of the learner without a checkpoint
@@ -78,8 +80,18 @@ class _Child:
 
 
 class Supervisor:
-    def __init__(self, programs: Sequence[Program], run: Path, root: Path, view: View, patience: Patience) -> None:
-        """`root` is the folder that the programs run in; its packages are the programs."""
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        run: Path,
+        root: Path,
+        view: View,
+        patience: Patience,
+        answered: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`root` is the folder that the programs run in; its packages are the programs. `answered`: time.monotonic() of the
+        learner's newest answer."""
+        self._answered = answered
         self._run, self._root, self._view, self._patience = run, root, view, patience
         self._children = [_Child(program) for program in programs]
         self._learner = next(child for child in self._children if child.program.role == "learner")
@@ -131,8 +143,18 @@ class Supervisor:
             outcome = None if status is None else self._ended(child, status)
             if outcome:
                 return outcome
+        self._end_silence(now)
         self._refresh()
         return None
+
+    def _end_silence(self, now: float) -> None:
+        """A learner that is there and never answers is as good as dead: killed, it goes on from its newest checkpoint."""
+        learner, limit = self._learner, self._patience.silence_s
+        if learner.process and now - max(self._answered(), learner.started) > limit:
+            learner.started = now
+            self.say(f"learner has not answered for {limit:g} s: killed")
+            self._events.add("silent", process=learner.program.name, seconds=limit)
+            _send(learner, signal.SIGKILL)
 
     def _start(self, child: _Child) -> None:
         argv = list(child.program.argv)
@@ -151,7 +173,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the launcher alone
             )
-        child.start_at = None
+        child.start_at, child.started = None, time.monotonic()
         self._events.add("started", process=child.program.name, pid=child.process.pid, resume="--resume" in argv)
 
     def _reap(self, child: _Child) -> int | None:

@@ -33,6 +33,7 @@ class Poller:
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
         self.report: Report = {}  # {} until the first answer
         self.reachable = False
+        self.answered = 0.0  # time.monotonic() of the newest answer
 
     def start(self) -> None:
         self._thread.start()
@@ -45,6 +46,7 @@ class Poller:
         while not self._stop.wait(PERIOD_S):
             answer = ask(self._address, self._tls)
             self.reachable = answer is not None
+            self.answered = time.monotonic() if self.reachable else self.answered
             self.report = answer or self.report
 
 

@@ -57,11 +57,20 @@ def crash_after(argument: str, _stopping: list[int]) -> None:
     crash("3", [])
 
 
-def checkpoint_and_die(step: str, _stopping: list[int]) -> None:
+def checkpoint(step: str) -> None:
     folder = Path(option("--run")) / "checkpoints" / step
     folder.mkdir(parents=True)
     (folder / "commit_success.txt").touch()  # as Orbax marks what is whole
+
+
+def checkpoint_and_die(step: str, _stopping: list[int]) -> None:
+    checkpoint(step)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def checkpoint_and_serve(step: str, stopping: list[int]) -> None:
+    checkpoint(step)
+    serve("", stopping)
 
 
 def refuse(message: str, _stopping: list[int]) -> None:
@@ -132,6 +141,7 @@ BEHAVIOURS = {
     "crash": crash,
     "crash_after": crash_after,
     "checkpoint_and_die": checkpoint_and_die,
+    "checkpoint_and_serve": checkpoint_and_serve,
     "refuse": refuse,
     "stubborn": stubborn,
     "finish": finish,
