@@ -11,10 +11,11 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import aiohttp
+import numpy as np
 import orjson
 
 from common.types import EngineInfo, Finish, Json, VersionRun
@@ -41,7 +42,7 @@ class EngineFault(Exception):
 @dataclass(frozen=True)
 class Request:
     rid: str
-    ids: Sequence[int]
+    ids: np.ndarray  # [T] int32
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
@@ -124,7 +125,8 @@ class Engines:
                     "sampling_seed": request.seed,
                 },
                 "return_logprob": True,
-            }
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
         )
         self._running[engine.name] += 1
         try:
@@ -148,9 +150,9 @@ class Engines:
 
     def _check_ids(self, request: Request) -> None:
         """An id outside the vocabulary can end a whole engine: it must not be sent."""
-        if not request.ids:
+        if not len(request.ids):
             raise EngineRefused("the prompt is empty")
-        low, high = min(request.ids), max(request.ids)
+        low, high = int(request.ids.min()), int(request.ids.max())
         if low < 0 or high >= self._vocabulary.rows:
             bad = low if low < 0 else high
             raise EngineRefused(

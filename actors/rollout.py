@@ -115,7 +115,7 @@ class Tape:
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.begun = time.monotonic()
-        self.ids: list[int] = []  # the full sequence so far
+        self.ids = ids_array([])  # the full sequence so far; arrays, since lists of long dialogues are slow to copy
         self.steps: list[Step] = []
         self.tail = EMPTY
         self.status = Status.RUNNING
@@ -147,8 +147,7 @@ class Tape:
             finish=sampled.finish,
             timings=timings,
         )
-        self.ids += context.ids.tolist()
-        self.ids += sampled.ids
+        self.ids = np.concatenate([self.ids, context.ids, ids])
         self.steps.append(step)
         self.counts["turns"] += 1
         self.counts["format_errors"] += turn.problems
@@ -256,7 +255,8 @@ async def play_policy(tape: Tape, parts: Parts, session: Session, wait: Wait) ->
             tape.end(Status.TRUNCATED, "token_limit", tail=_tail(tape, parts, *seen))
             return
         begun = time.monotonic()
-        sampled = await _sample(tape, parts, tape.ids + context.ids.tolist(), min(sampling.max_new_tokens, room), engine, wait)
+        prompt = np.concatenate([tape.ids, context.ids])
+        sampled = await _sample(tape, parts, prompt, min(sampling.max_new_tokens, room), engine, wait)
         engine = sampled.versions[-1].engine if sampled.versions else engine
         generated = time.monotonic()
         turn = parts.parser.parse(sampled.ids, sampled.finish, index, schemas_of(session.tools_json))
@@ -321,7 +321,7 @@ async def _step(tape: Tape, parts: Parts, session: Session, action: Action, wait
     return observation
 
 
-async def _sample(tape: Tape, parts: Parts, prompt: list[int], budget: int, engine: str, wait: Wait) -> Sampled:
+async def _sample(tape: Tape, parts: Parts, prompt: np.ndarray, budget: int, engine: str, wait: Wait) -> Sampled:
     """Sample one turn, from another engine if one dies. Raises EngineUnavailable when TURN_TRIES are used up.
 
     A turn that an engine aborts (for new weights) goes on after the tokens it has: each keeps its own logprob and version.
@@ -340,7 +340,8 @@ async def _sample(tape: Tape, parts: Parts, prompt: list[int], budget: int, engi
         wait.set("engine.generate", chosen.name)
         rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
         left = budget - len(sampled.ids)
-        request = Request(rid, prompt + sampled.ids, left, s.temperature, ends, turn_seed(s.seed, index))
+        ids = np.concatenate([prompt, ids_array(sampled.ids)])
+        request = Request(rid, ids, left, s.temperature, ends, turn_seed(s.seed, index))
         try:
             sampled.add(await parts.engines.generate(chosen, request))
             sampled.cut_at(stops, parts.chat.codec.pieces)

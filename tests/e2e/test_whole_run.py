@@ -3,15 +3,19 @@
 import json
 from collections import Counter
 
+import pytest
+
+from common.record import segments
 from learner.metrics import read_metrics
-from learner.runfolder import read_events
+from learner.runfolder import read_events, read_trajectories
 from tests.e2e.launched import OUTCOMES, WARM_ROLLOUTS, balanced
+from tools import show
 
 SUMMARY = {"config", "seed", "updates", "wall_seconds", "rollouts", "evals", "tokens", "lag", "recompilations_after_warmup"}
 EVALUATION = {"phase", "version", "split", "mode", "domain", "success", "n", "ci95"}
 
 
-def test_a_whole_run_and_its_evaluation(launched):
+def test_a_whole_run_and_its_evaluation(launched, capsys):
     code, out = launched.launch("local")
     assert code == 0, out
     assert "restarts: none" in out
@@ -19,6 +23,7 @@ def test_a_whole_run_and_its_evaluation(launched):
     summary = launched.summary()
     check_summary(summary)
     check_folder(launched, summary)
+    check_shown(launched, capsys)
 
     code, out = launched.launch("eval", "--tasks", "8", "--mode", "sampled")
     assert code == 0, out
@@ -29,6 +34,32 @@ def test_a_whole_run_and_its_evaluation(launched):
     assert (entry["phase"], entry["mode"], entry["n"], entry["split"]) == ("rl", "sampled", 8, "heldout")
     assert launched.summary() == summary
     assert launched.launch("status")[1].startswith(f"{launched.run} has finished; newest checkpoint: update 6.")
+
+
+def check_shown(launched, capsys):
+    """Every token of a rollout, as tools/show.py prints it."""
+    row = launched.trained()[-1]
+    (record,) = (
+        r for _, r in read_trajectories(launched.run / "trajectories" / "6.parquet") if r.rollout_id == row["rollout_id"]
+    )
+    (segment,) = segments(record)
+    capsys.readouterr()
+    assert show.main([str(launched.run), row["rollout_id"], "--tokens"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"rollout {row['rollout_id']}, attempt {record.attempt}, policy")
+    assert f"return {record.total_reward:g}, {len(record.steps)} turns" in lines[2]
+    tokens = [line.split() for line in lines if line.strip()[:1].isdigit() and len(line.split()) >= 4]
+    assert [int(words[1]) for words in tokens] == segment.ids.tolist()
+    sampled = [words for words in tokens if words[2] == "sampled"]
+    assert [float(words[3]) for words in sampled] == pytest.approx(segment.logprobs[segment.mask].tolist(), abs=1e-4)
+    assert [int(words[4]) for words in sampled] == segment.versions[segment.mask].tolist()
+    assert show.main([str(launched.run), row["rollout_id"]]) == 0
+    assert capsys.readouterr().out.count("⟨turn ") == len(record.steps)
+    assert show.main([str(launched.run), "nobody"]) == 2
+    assert show.main([str(launched.run), row["rollout_id"].partition("-")[0]]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("polyturn: error: no rollout 'nobody' in 6 files of ")
+    assert "write more of the id" in told[1]
 
 
 def check_summary(summary):

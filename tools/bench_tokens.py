@@ -1,0 +1,159 @@
+"""What the border between text and tokens costs per turn, as a dialogue grows; and what rendering and encoding all of it again
+would cost.
+
+    python tools/bench_tokens.py [--model DIR] [--turns 64] [--tokens 1000] [--dialogues 15]
+
+A turn is half sampled ids, which are parsed and recorded, and half an observation, which is encoded and put behind them; then the
+next prompt is made. DIR is a model's folder (tokenizer.json, tokenizer_config.json, config.json); without it the tiny tokenizer.
+Prints a table and writes runs/bench/tokens.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if __package__ in (None, ""):  # run as a file: the packages are in the repository root
+    sys.path[0] = str(ROOT)
+
+from actors.chat import Chat  # noqa: E402
+from actors.codec import ByteLevelCodec, ModelFiles, decode, load_model_files  # noqa: E402
+from actors.rollout import Sampled, Tape  # noqa: E402
+from actors.toolcalls.turns import TurnParser  # noqa: E402
+from common.types import (  # noqa: E402
+    Assignment,
+    ContextPolicy,
+    Finish,
+    Limits,
+    Message,
+    Sampling,
+    Source,
+    Status,
+    Task,
+    VersionRun,
+)
+
+TINY = ROOT / "configs" / "tokenizers" / "tiny"
+
+
+@dataclass(frozen=True)
+class Turn:
+    ids: list[int]  # sampled, the end token last
+    text: str  # what they say
+    observation: str
+
+
+def files_of(folder: Path | None) -> ModelFiles:
+    if folder is not None:
+        return load_model_files(folder)
+    return ModelFiles(ByteLevelCodec(TINY / "tokenizer.json"), (TINY / "chat_template.jinja").read_text(), "<|im_end|>", 1024)
+
+
+def dialogue(files: ModelFiles, end_id: int, turns: int, tokens: int, seed: int) -> list[Turn]:
+    """Turns of random words: no text stands twice, so that nothing is remembered."""
+    random, codec = np.random.default_rng(seed), files.codec
+
+    def words(count: int) -> list[int]:
+        ids: list[int] = []
+        while len(ids) < count:
+            ids += codec.encode_text(f" {int(random.integers(10**6)):06d} word")
+        return ids[:count]
+
+    made = []
+    for _ in range(turns):
+        sampled, observation = words(tokens // 2 - 1), words(tokens - tokens // 2)
+        made.append(Turn([*sampled, end_id], decode(codec, sampled), decode(codec, observation)))
+    return made
+
+
+def tape() -> Tape:
+    limits = Limits(10**6, 10**9, 1e9)
+    task = Task("bench", "t", 0, {})
+    return Tape(Assignment("r", 0, "g", task, Source.POLICY, "train", limits, Sampling(1.0, 10**6), ContextPolicy()))
+
+
+def incremental(chat: Chat, parser: TurnParser, turns: list[Turn]) -> list[float]:
+    """Seconds of each turn."""
+    record, seconds = tape(), []
+    context = chat.opening("Go.", "", [Message("user", "Begin.")])
+    for index, turn in enumerate(turns):
+        logprobs = [-0.5] * len(turn.ids)
+        begun = time.perf_counter()
+        sampled = Sampled(turn.ids, logprobs, [VersionRun(0, 1, "e", "main")], Finish.STOP)
+        record.append(context, sampled, parser.parse(turn.ids, Finish.STOP, index), {})
+        context = chat.bridge(chat.ended(turn.ids), [Message("user", turn.observation)])
+        prompt = np.concatenate([record.ids, context.ids])
+        seconds.append(time.perf_counter() - begun)
+    assert len(prompt) > sum(len(turn.ids) for turn in turns)
+    record.end(Status.TRUNCATED)
+    return seconds
+
+
+def rerendered(files: ModelFiles, folder: Path, turns: list[Turn]) -> float:
+    """Seconds of rendering and encoding the whole dialogue, as a stack that keeps text has to at its last turn."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    messages = [{"role": "system", "content": "Go."}, {"role": "user", "content": "Begin."}]
+    for turn in turns:
+        messages += [{"role": "assistant", "content": turn.text}, {"role": "user", "content": turn.observation}]
+    special: Any = dict(files.special_tokens)
+    begun = time.perf_counter()
+    text = tokenizer.apply_chat_template(
+        messages, chat_template=files.template, tokenize=False, add_generation_prompt=True, **special
+    )
+    tokenizer.encode(str(text), add_special_tokens=False)
+    return time.perf_counter() - begun
+
+
+def measure(folder: Path | None, turns: int, tokens: int, dialogues: int) -> dict[str, float]:
+    files = files_of(folder)
+    chat = Chat(files)
+    parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
+    made = [dialogue(files, chat.end_id, turns, tokens, seed) for seed in range(dialogues)]
+    incremental(chat, parser, made[0])  # the template is learnt once
+    seconds = np.median([incremental(chat, parser, each) for each in made], axis=0)
+    again = statistics.median(rerendered(files, folder or TINY, each) for each in made)
+    return {
+        "first_turn_ms": 1e3 * float(seconds[0]),
+        "last_turn_ms": 1e3 * float(seconds[-1]),
+        "last_over_first": float(seconds[-1] / seconds[0]),
+        "rerender_last_turn_ms": 1e3 * again,
+        "ratio_rerender_last_turn": again / float(seconds[-1]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--turns", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--dialogues", type=int, default=15)
+    args = parser.parse_args()
+    found = measure(args.model, args.turns, args.tokens, args.dialogues)
+    print(f"| {args.turns} turns of {args.tokens} tokens | |\n|---|---|")
+    for name, value in found.items():
+        print(f"| {name} | {value:.3f} |")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    machine: dict[str, Any] = {
+        "cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()
+    }  # fmt: skip
+    path = ROOT / "runs" / "bench" / "tokens.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"measurements": found, "machine": machine, "commit": commit}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
