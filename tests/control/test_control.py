@@ -59,11 +59,21 @@ def test_weights_beyond_max_lag_serve_no_training(tmp_path):
 
 def test_an_assignment_says_all_that_an_actor_needs(tmp_path):
     control, _, _ = started(
-        tmp_path, domains=[{"name": "toy", "train_tasks": 6, "heldout_tasks": 4, "limits": {"max_turns": 3, "max_tokens": 64}}]
+        tmp_path,
+        domains=[
+            {
+                "name": "toy",
+                "train_tasks": 6,
+                "heldout_tasks": 4,
+                "limits": {"max_turns": 3, "max_tokens": 64},
+                "context": {"observation_tokens": 9},
+            }
+        ],
     )
     a, b = lease(control, 2)
     assert (a.rollout_id, a.attempt, a.group_id, a.source, a.purpose) == ("1-g000000-0", 1, "1-g000000", Source.POLICY, "train")
     assert (a.limits.max_turns, a.limits.max_tokens, a.sampling.temperature) == (3, 64, 1.0)
+    assert (a.context.name, a.context.options) == ("append", {"observation_tokens": 9})
     assert a.task.id == b.task.id
     assert a.sampling.seed != b.sampling.seed
 
@@ -242,3 +252,11 @@ def test_a_silent_actors_rollouts_go_to_another(tmp_path):
     assert events.of("leases_expired") == [{"actor": "actor-0", "rollouts": 1, "oldest": mine[1].rollout_id}]
     assert control.renew("actor-0", [(x.rollout_id, 1) for x in mine], [], {}) == [(mine[1].rollout_id, 1)]
     assert hand_in(control, trajectory(mine[1])) == "SUPERSEDED"
+
+
+def test_a_failures_reason_is_told_in_full(tmp_path):
+    control, _, events = started(tmp_path)
+    (a, *_) = lease(control)
+    why = "RolloutError: a turn of the reference takes 16 tokens, limits.max_new_tokens is 12; that is more than 80 characters"
+    hand_in(control, failed(a, why))
+    assert [event["reason"] for event in events.of("rollout_failed")] == [why]

@@ -1,0 +1,20 @@
+"""What a learner takes up again when it resumes."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+from tests.publish.test_loop import Control, run_over
+
+
+def test_time_that_was_lost_counts_as_time(tmp_path):
+    """The checkpoint was made at 20 s, and metrics were written at 50 s: those 30 s passed."""
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1, "seconds": 15.5}\n{"update": 2, "seconds": 50.0}\n')
+    control = Control()
+    control.restore = lambda state: None
+    run = run_over(None, control)
+    totals = asdict(run.totals) | {"seconds": 20.0, "lag_tokens": 3.0}
+    run.path, run.folder = tmp_path, SimpleNamespace(incarnation=2)
+    run.trainer.restore_tree = lambda arrays: None
+    run.checkpoints = SimpleNamespace(latest=lambda: 1, restore=lambda: (1, {}, {"update": 1, "control": {}, "totals": totals}))
+    run.restore()
+    assert (run.totals.seconds, run.totals.lag_tokens, run.update) == (50.0, 3.0, 1)
