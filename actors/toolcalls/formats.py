@@ -44,8 +44,8 @@ def describe(tools: Sequence[Json]) -> str:
     return "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
 
 
-class Hermes(ToolFormat):
-    """`<tool_call>` and a JSON object with name and arguments (Qwen2.5, Qwen3, Hermes)."""
+class Tagged(ToolFormat):
+    """Calls between `<tool_call>` and `</tool_call>`, with text and reasoning around them."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     marks = (OPEN, CLOSE)
@@ -54,6 +54,24 @@ class Hermes(ToolFormat):
         for mark in scan.marks_between(*self.marks):
             if mark.text == self.OPEN:
                 self._call(scan, mark.end, schemas)
+
+    def write(self, text: str, calls: Sequence[ToolCall]) -> list[str]:
+        out = [text] if text else []
+        for call in calls:
+            out += [*(["\n"] if out else []), Control(self.OPEN), f"\n{self._body(call)}\n", Control(self.CLOSE)]
+        return out
+
+    @abstractmethod
+    def _call(self, scan: Scan, begin: int, schemas: Schemas) -> None:
+        """Read the call that opens before `begin`."""
+
+    @abstractmethod
+    def _body(self, call: ToolCall) -> str:
+        """What stands between the tags."""
+
+
+class Hermes(Tagged):
+    """`<tool_call>` and a JSON object with name and arguments (Qwen2.5, Qwen3, Hermes)."""
 
     def _call(self, scan: Scan, begin: int, schemas: Schemas) -> None:
         """The call that opens before `begin`: up to the first closing mark behind its JSON."""
@@ -65,12 +83,8 @@ class Hermes(ToolFormat):
             fix = f"write {self.OPEN}, the JSON object, {self.CLOSE}"
             scan.call(mark.start if mark else len(scan.data), Call(error=f"the call has no {self.CLOSE}; {fix}"))
 
-    def write(self, text: str, calls: Sequence[ToolCall]) -> list[str]:
-        out = [text] if text else []
-        for call in calls:
-            body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-            out += [*(["\n"] if out else []), Control(self.OPEN), f"\n{body}\n", Control(self.CLOSE)]
-        return out
+    def _body(self, call: ToolCall) -> str:
+        return json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
 
     def explain(self, tools: Sequence[Json]) -> str:
         return (

@@ -7,30 +7,23 @@ import re
 from collections.abc import Sequence
 
 from actors.toolcalls.arguments import Schemas, from_text
-from actors.toolcalls.formats import Control, ToolFormat, describe
+from actors.toolcalls.formats import Tagged, ToolFormat, describe
 from actors.toolcalls.scan import Call, Scan
 from common.types import Json, ToolCall
 
 
-class Coder(ToolFormat):
+class Coder(Tagged):
     """`<tool_call><function=f><parameter=x>...</parameter></function></tool_call>` (Qwen3-Coder).
 
     Values are bare text and may hold anything: one ends at the first `</parameter>` behind which another parameter or the end
     of the function stands. Their types come from the tool's schema.
     """
 
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    marks = (OPEN, CLOSE)
     _FUNCTION = re.compile(rb"\s*<function=([^>\n]+)>")
     _PARAMETER = re.compile(rb"\s*<parameter=([^>\n]+)>(?:\r?\n)?")
     _VALUE_END = re.compile(rb"(?:\r?\n)?</parameter>(?=\s*(?:<parameter=|</function>))")
     _END = re.compile(rb"\s*</function>\s*")
     SHAPE = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
-
-    def read(self, scan: Scan, schemas: Schemas) -> None:
-        for mark in scan.marks_between(*self.marks):
-            if mark.text == self.OPEN:
-                self._call(scan, mark.end, schemas)
 
     def _call(self, scan: Scan, begin: int, schemas: Schemas) -> None:
         call, end = self._function(scan.data, begin, schemas)
@@ -73,16 +66,12 @@ class Coder(ToolFormat):
             return f"parameter {key} {error}"
         return ""
 
-    def write(self, text: str, calls: Sequence[ToolCall]) -> list[str]:
-        out = [text] if text else []
-        for call in calls:
-            lines = [f"<function={call.name}>"]
-            for key, value in call.arguments.items():
-                shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                lines += [f"<parameter={key}>", shown, "</parameter>"]
-            body = "\n".join([*lines, "</function>"])
-            out += [*(["\n"] if out else []), Control(self.OPEN), f"\n{body}\n", Control(self.CLOSE)]
-        return out
+    def _body(self, call: ToolCall) -> str:
+        lines = [f"<function={call.name}>"]
+        for key, value in call.arguments.items():
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines += [f"<parameter={key}>", shown, "</parameter>"]
+        return "\n".join([*lines, "</function>"])
 
     def explain(self, tools: Sequence[Json]) -> str:
         return (
