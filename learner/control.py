@@ -227,7 +227,7 @@ class Control:
         with self._changed:
             self._tick()
             now = self._clock()
-            self.actors.setdefault(actor_id, Actor(now)).seen = now
+            self.actors.setdefault(actor_id, Actor(now))  # `seen` stays: its waits are as old as its last heartbeat
             chosen: list[Rollout] = []
             if self.evaluation.open and self.serves(self.evaluation.version):
                 chosen += self.ledger.lease(actor_id, capacity, Kind.EVAL, now)

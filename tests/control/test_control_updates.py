@@ -156,6 +156,9 @@ def test_a_wait_names_what_it_waits_for(tmp_path):
     control.renew("actor-0", [(a.rollout_id, 1) for a in assigned], [wait], {})
     clock.now = 7.0
     assert control.status()["waits"][1] == wait | {"seconds": 4.5}
+    lease(control, 0)  # says nothing about waits: they are as old as they were
+    assert control.status()["waits"][1] == wait | {"seconds": 4.5}
+    assert control.status()["actors"] == [{"id": "actor-0", "running": 4, "age_s": 0.5}]
     control.set_engines([engine(1, "quarantined", "canary")])
     for a in assigned:
         hand_in(control, trajectory(a))

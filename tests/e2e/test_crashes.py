@@ -57,8 +57,9 @@ def caught(launched, program):
     """Freeze `program` with rollouts that need it. Between two batches, or while an engine takes new weights, none does: then
     it goes on, for another try."""
     os.kill(launched.pids(program)[-1], signal.SIGSTOP)
-    for _ in range(30):
-        if hanging(launched.status()):
+    begun = time.monotonic()
+    while (frozen_s := time.monotonic() - begun) < 3:
+        if hanging(launched.status(), frozen_s):
             return True
         time.sleep(0.1)
     os.kill(launched.pids(program)[-1], signal.SIGCONT)
@@ -66,9 +67,12 @@ def caught(launched, program):
     return False
 
 
-def hanging(report):
-    """Some rollout waited for more than a second when its actor last spoke; a whole one takes a fraction of that."""
+def hanging(report, frozen_s):
+    """Some rollout waited for more than a second when its actor last spoke; a whole one takes a fraction of that. It spoke
+    since the freeze: an earlier word may be that of an actor killed before it, whose successor has not spoken yet."""
     ages = [actor["age_s"] for actor in report.get("actors", [])]
+    if max(ages, default=frozen_s) >= frozen_s:
+        return False
     waits = [wait for wait in report.get("waits", []) if wait["name"] in ("env.open", "env.step", "engine.generate")]
     return any(wait["seconds"] - max(ages) > 1 for wait in waits)
 
