@@ -38,19 +38,20 @@ def assemble(parts: Sequence[Part], codec: Codec, room: Room = ENDLESS) -> tuple
     each would be left they are not: then the result is longer than `room`, and nobody can go on with it."""
     lengths = [len(part.ids) for part in parts if part.text]
     allowed = lengths if room.each is None else [min(length, room.each) for length in lengths]
-    if room.whole is not None:
-        fixed = sum(len(part.ids) for part in parts if not part.text)
-        total = room.whole - fixed
-        allowed = _level(allowed, total) if total >= sum(map(bool, lengths)) else allowed
+    pieces = _pieces(parts, allowed, codec)
+    if room.whole is not None and sum(len(piece.ids) for piece in pieces) > room.whole:
+        total = room.whole - sum(len(part.ids) for part in parts if not part.text)
+        pieces = _pieces(parts, _level(allowed, total), codec) if total >= sum(map(bool, lengths)) else pieces
     ids: list[int] = []
-    runs: list[tuple[int, int]] = []
+    for piece in pieces:
+        ids += piece.ids
+    return ids, [(len(piece.ids), int(piece.kind)) for piece in pieces]
+
+
+def _pieces(parts: Sequence[Part], allowed: Sequence[int], codec: Codec) -> list[Part]:
+    """Each text with at most as many tokens as it is allowed, in the order of texts."""
     left = iter(allowed)
-    for part in parts:
-        pieces = _shorten(part, next(left), codec) if part.text else [part]
-        for piece in pieces:
-            ids += piece.ids
-            runs.append((len(piece.ids), int(piece.kind)))
-    return ids, runs
+    return [piece for part in parts for piece in (_shorten(part, next(left), codec) if part.text else [part])]
 
 
 def _level(lengths: list[int], total: int) -> list[int]:

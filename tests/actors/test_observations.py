@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.codec import decode
@@ -59,6 +59,7 @@ def test_characters_stay_whole() -> None:
             assert "\ufffd" not in text
 
 
+@example(["", "aa", "a🙂🙂", "aaaa"], 15, 4)  # of four tokens that a text may have it takes three: characters stay whole
 @settings(max_examples=200)
 @given(st.lists(st.text("ab🙂\n", max_size=40), max_size=4), st.integers(0, 120), st.none() | st.integers(1, 30))
 def test_room_holds_and_wrappers_stay(words: list[str], whole: int, each: int | None) -> None:
