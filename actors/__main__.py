@@ -20,13 +20,14 @@ log = logging.getLogger("actors")
 
 async def act(run: Path, config: RunConfig, index: int) -> None:
     """Serve the run until the learner has no more work, or SIGTERM. Raises AddressesError, CodecError, TemplateError."""
+    from actors.agents import Parts
     from actors.codec import load_model_files
     from actors.conversation import conversation
     from actors.engines import Engines
     from actors.envs import Envs
     from actors.learner_client import Learner
     from actors.pool import Pool
-    from actors.rollout import Parts
+    from actors.summaries import Summaries
     from actors.toolcalls.turns import TurnParser
 
     addresses = Addresses.read(run)
@@ -38,7 +39,8 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     engines = Engines(vocabulary, config.engine.timeout_s)
     envs = Envs(addresses.envs, tls, seed=index)
     learner = Learner(addresses.learner, f"actor-{index}", tls)
-    pool = Pool(learner, Parts(chat, parser, vocabulary, engines, envs), config.actors.rollouts)
+    summaries = Summaries()
+    pool = Pool(learner, Parts(chat, parser, vocabulary, engines, envs, summaries), config.actors.rollouts)
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, pool.stop)
@@ -50,6 +52,7 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     finally:
         await engines.close()
         await envs.close()
+        await summaries.close()
         await learner.close()
     log.info("actor-%d: done: %s", index, dict(pool.outcomes))
 

@@ -14,11 +14,12 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from actors.codec import CACHED_CHARS, END_THINK, THINK, ModelFiles, decode
+from actors.codec import CACHED_CHARS, END_THINK, THINK, Codec, ModelFiles
 from actors.observations import ENDLESS, Part, Room, assemble
 from actors.template import Slots, TemplateError, compile_template, cut_at_slots
 from actors.toolcalls import FORMATS, format_of
@@ -38,6 +39,28 @@ class Context:
 
 
 EMPTY = Context(ids_array([]), spans_of([]))
+
+
+@dataclass(frozen=True)
+class Remark(Message):
+    """A message of the agent loop: `text`, then `summary`, ids that are shown as they are."""
+
+    summary: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What goes into a message's slot."""
+
+    text: str
+    remark: bool
+    summary: tuple[int, ...]
+
+    def parts(self, codec: Codec, kind: ContextKind) -> list[Part]:
+        if not self.remark:
+            return [Part(codec.encode_text(self.text), kind, text=True)]
+        notice = Part(codec.encode_text(self.text), ContextKind.NOTICE)
+        return [notice, Part(self.summary, ContextKind.SUMMARY)]
 
 
 @dataclass(frozen=True)
@@ -86,8 +109,8 @@ class Chat:
         self._check()
         # A generation prompt may open the reasoning for the policy; then a turn begins inside it.
         prompt = self._bridge((), True)[-1]
-        shown = decode(self.codec, prompt) if isinstance(prompt, list) else ""
-        self.opens_reasoning = shown.rfind(THINK) > shown.rfind(END_THINK)
+        self.thought = _open_thought(self.codec, prompt) if isinstance(prompt, list) else 0
+        self.opens_reasoning = self.thought > 0
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a turn's last id ends it."""
@@ -95,9 +118,9 @@ class Chat:
 
     def opening(self, instructions: str, tools_json: str, messages: Sequence[Message]) -> Context:
         """The first prompt: instructions, tools and the task's messages, up to the generation prompt."""
-        roles, texts = self._shown(messages)
+        roles, words = self._shown(messages)
         pattern, fixed = self._opening(instructions, tools_json, roles)
-        return self._fill(pattern, texts, ContextKind.TASK, fixed)
+        return self._fill(pattern, words, ContextKind.TASK, fixed)
 
     def bridge(self, ended: bool, messages: Sequence[Message], room: Room = ENDLESS) -> Context:
         """From a sampled turn to the next generation prompt; texts are shortened to fit into `room`.
@@ -112,41 +135,44 @@ class Chat:
         return self._after(ended, messages, False, room) if messages else EMPTY
 
     def _after(self, ended: bool, messages: Sequence[Message], prompt: bool, room: Room) -> Context:
-        roles, texts = self._shown(messages)
-        if sum(map(len, texts)) > CACHED_CHARS:
-            return self._fill_bridge(ended, roles, texts, prompt, room)
-        whole = self._known_bridge(ended, roles, texts, prompt)
+        roles, words = self._shown(messages)
+        if sum(len(word.text) for word in words) > CACHED_CHARS:
+            return self._fill_bridge(ended, roles, words, prompt, room)
+        whole = self._known_bridge(ended, roles, words, prompt)
         fits = room.each is None and (room.whole is None or len(whole) <= room.whole)
-        return whole if fits else self._fill_bridge(ended, roles, texts, prompt, room)
+        return whole if fits else self._fill_bridge(ended, roles, words, prompt, room)
 
-    def _shown(self, messages: Sequence[Message]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Roles and texts as the template shows them."""
+    def _shown(self, messages: Sequence[Message]) -> tuple[tuple[str, ...], tuple[_Words, ...]]:
+        """Roles and words as the template shows them."""
         roles = [self._role(message.role) for message in messages]
-        texts = (role.text(message.text) for role, message in zip(roles, messages, strict=True))
-        return tuple(role.name for role in roles), tuple(texts)
+        words = (
+            _Words(m.text, True, m.summary) if isinstance(m, Remark) else _Words(role.text(m.text), False, ())
+            for role, m in zip(roles, messages, strict=True)
+        )
+        return tuple(role.name for role in roles), tuple(words)
 
     def _fill_bridge(
-        self, ended: bool, roles: tuple[str, ...], texts: tuple[str, ...], prompt: bool, room: Room = ENDLESS
+        self, ended: bool, roles: tuple[str, ...], words: tuple[_Words, ...], prompt: bool, room: Room = ENDLESS
     ) -> Context:
         pattern = self._bridge(roles, prompt)
         if ended:
             first = pattern[0]
             assert isinstance(first, list)  # _learn_bridge has seen to it
             pattern = (first[1:], *pattern[1:])
-        return self._fill(pattern, texts, ContextKind.OBSERVATION, (), room)
+        return self._fill(pattern, words, ContextKind.OBSERVATION, (), room)
 
     def _fill(
-        self, pattern: _Pattern, texts: Sequence[str], kind: ContextKind, fixed: Sequence[list[int]], room: Room = ENDLESS
+        self, pattern: _Pattern, words: Sequence[_Words], kind: ContextKind, fixed: Sequence[list[int]], room: Room = ENDLESS
     ) -> Context:
         """Put encoded texts into slots: first the messages', then the `fixed` ones (already encoded)."""
-        parts = []
+        parts: list[Part] = []
         for part in pattern:
             if isinstance(part, list):
                 parts.append(Part(part, ContextKind.TEMPLATE))
-            elif part.number < len(texts):
-                parts.append(Part(self.codec.encode_text(texts[part.number]), kind, text=True))
+            elif part.number < len(words):
+                parts += words[part.number].parts(self.codec, kind)
             else:
-                parts.append(Part(fixed[part.number - len(texts)], kind))
+                parts.append(Part(fixed[part.number - len(words)], kind))
         ids, runs = assemble(parts, self.codec, room)
         return Context(ids_array(ids), spans_of(runs))
 
@@ -235,3 +261,13 @@ class Chat:
         last = twice[twice.index(_Slot(3)) + 1 :]
         if [part for part in last if isinstance(part, list)] != [part for part in once if isinstance(part, list)]:
             raise TemplateError("the chat template writes a later turn differently from a first one")
+
+
+def _open_thought(codec: Codec, prompt: Sequence[int]) -> int:
+    """How many ids at the end of a generation prompt open the reasoning and stay in it; 0 when it does not."""
+    pieces = [codec.pieces[i] for i in prompt]
+    shown = b"".join(pieces)
+    opened = shown.rfind(THINK.encode())
+    if opened <= shown.rfind(END_THINK.encode()):
+        return 0
+    return sum(start >= opened for start in accumulate(map(len, pieces[:-1]), initial=0))

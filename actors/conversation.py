@@ -23,6 +23,7 @@ class Conversation(Protocol):
     end_id: int  # ends a turn that is written out
     end_ids: frozenset[int]  # may end a turn that was sampled
     opens_reasoning: bool
+    thought: int  # ids at the end of a generation prompt that open the reasoning
 
     def ended(self, ids: Sequence[int]) -> bool: ...
 

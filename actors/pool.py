@@ -8,8 +8,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from actors.agents import Parts, Wait
 from actors.learner_client import Key, Learner, LearnerAway
-from actors.rollout import Parts, Tape, Wait, run_rollout
+from actors.rollout import run_rollout
+from actors.tape import Tape
 from common.proto import rl_pb2 as pb
 from common.types import Assignment
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from actors.chat import EMPTY, Context
+from actors.chat import EMPTY, Context, Remark
 from actors.codec import ModelFiles
 from actors.observations import ENDLESS, Part, Room, assemble
 from actors.template import TemplateError
@@ -29,7 +29,7 @@ class RawChat:
         self.codec = files.codec
         self.end_id = files.codec.control[files.end_token]
         self.end_ids = frozenset((self.end_id, *files.end_ids))
-        self.opens_reasoning = False
+        self.opens_reasoning, self.thought = False, 0
         self.format = format
         self._begin = [files.codec.control[files.special_tokens["bos_token"]]] if files.adds_bos else []
         self._prompt = self._cut("chat.prompt", prompt, "task", {"instructions", "tools"})
@@ -50,26 +50,43 @@ class RawChat:
 
     def opening(self, instructions: str, tools_json: str, messages: Sequence[Message]) -> Context:
         tools = json.loads(tools_json) if tools_json else []
-        values = {
-            "instructions": instructions,
-            "tools": self.format.explain(tools) if tools else "",
-            "task": "\n".join(message.text for message in messages),
-        }
-        return self._fill(self._prompt, values, ContextKind.TASK, self._begin)
+        values = {"instructions": instructions, "tools": self.format.explain(tools) if tools else ""}
+        return self._fill(self._prompt, values, messages, ContextKind.TASK, Part(self._begin, ContextKind.TEMPLATE))
 
     def bridge(self, ended: bool, messages: Sequence[Message], room: Room = ENDLESS) -> Context:
-        values = {"observation": "\n".join(message.text for message in messages)}
-        return self._fill(self._observation, values, ContextKind.OBSERVATION, [], room)
+        return self._fill(self._observation, {}, messages, ContextKind.OBSERVATION, room=room)
 
     def tail(self, ended: bool, messages: Sequence[Message], room: Room = ENDLESS) -> Context:
         return self.bridge(ended, messages, room) if messages else EMPTY
 
     def _fill(
-        self, pattern: list[tuple[bool, str]], values: dict[str, str], kind: ContextKind, begin: list[int], room: Room = ENDLESS
+        self,
+        pattern: list[tuple[bool, str]],
+        values: dict[str, str],
+        messages: Sequence[Message],
+        kind: ContextKind,
+        *begin: Part,
+        room: Room = ENDLESS,
     ) -> Context:
-        parts = [Part(begin, ContextKind.TEMPLATE)]
+        """`messages` stand in the place of $task or $observation: their texts in lines, the agent loop's own behind them."""
+        parts = list(begin)
         for place, text in pattern:
-            ids = self.codec.encode_text(values[text] if place else text)
-            parts.append(Part(ids, kind if place else ContextKind.TEMPLATE, text=place))
+            if not place:
+                parts.append(Part(self.codec.encode_text(text), ContextKind.TEMPLATE))
+            elif text in values:
+                parts.append(Part(self.codec.encode_text(values[text]), kind))
+            else:
+                parts += self._said(messages, kind)
         ids, runs = assemble(parts, self.codec, room)
         return Context(ids_array(ids), spans_of(runs))
+
+    def _said(self, messages: Sequence[Message], kind: ContextKind) -> list[Part]:
+        told = [message.text for message in messages if not isinstance(message, Remark)]
+        parts = [Part(self.codec.encode_text("\n".join(told)), kind, text=True)]
+        for n, remark in enumerate(message for message in messages if isinstance(message, Remark)):
+            text = f"\n{remark.text}" if told or n else remark.text
+            parts += [
+                Part(self.codec.encode_text(text), ContextKind.NOTICE),
+                Part(remark.summary, ContextKind.SUMMARY),
+            ]
+        return parts

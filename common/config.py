@@ -109,12 +109,62 @@ class LimitsConfig(Table):
 
 
 class ContextConfig(Table):
-    """How history is shown to the policy. `append` keeps all of it."""
+    """What the policy is shown of its history: all of it (`append`), its newest turns (`window`), what came since it was last
+    dropped (`discard`) or summed up (`summary`), or what the domain itself asks for (`domain`). The other keys go with each."""
 
-    name: Literal["append"] = "append"
+    name: Literal["append", "window", "discard", "summary", "domain"] = "append"
+    turns: Natural = Field(default=0, description="window: newest turns that are shown")
+    tokens: Natural = Field(default=0, description="discard, summary: history is cut when the next prompt would be longer")
+    keep: Natural = Field(default=0, description="discard, summary: newest turns that stay as they are")
+    summary_tokens: Natural = Field(default=0, description="summary: tokens that it may have")
+    summary_url: str = Field(
+        default="", description="summary: who writes it, an OpenAI-compatible server; empty: the policy, which is trained on it"
+    )
+    summary_model: str = Field(default="", description="model name at summary_url")
+    observations: Natural = Field(default=0, description="newest answers that are shown; older ones have a placeholder; 0: all")
+    reasoning: Literal["keep", "drop", "drop_at_user"] = Field(
+        default="keep",
+        description="of earlier turns; drop_at_user: when a user's message follows, as Qwen3's template has it",
+    )
+    slack: Natural = Field(
+        default=0,
+        description="turns beyond turns, observations or reasoning before history is rewritten: each rewriting costs a segment",
+    )
     observation_tokens: Natural = Field(
         default=0, description="of one observation's text; the middle of a longer one is left out, with a notice; 0: any number"
     )
+    subagent_turns: Natural = Field(default=0, description="turns of a sub-agent, which the policy calls with a tool; 0: none")
+    subagent_calls: Natural = Field(default=4, description="sub-agents of one rollout")
+
+    @model_validator(mode="after")
+    def _used(self) -> ContextConfig:
+        if self.name == "domain":
+            _unused(self, "context", 'a named policy; name = "domain" takes the domain\'s own', *self._options())
+            return self
+        if self.name == "window" and not self.turns:
+            raise ValueError('context.name = "window" needs context.turns, at least 1')
+        if self.name != "window":
+            _unused(self, "context", 'name = "window"', "turns")
+        if self.name in ("discard", "summary") and not self.tokens:
+            raise ValueError(f'context.name = "{self.name}" needs context.tokens, the length at which history is cut')
+        if self.name not in ("discard", "summary"):
+            _unused(self, "context", 'name = "discard" or "summary"', "tokens", "keep")
+        if self.name != "summary":
+            _unused(self, "context", 'name = "summary"', "summary_tokens", "summary_url", "summary_model")
+        elif not self.summary_tokens:
+            raise ValueError('context.name = "summary" needs context.summary_tokens, the most that a summary may have')
+        if self.summary_model and not self.summary_url:
+            raise ValueError("context.summary_model is for summary_url; without it the policy itself writes summaries")
+        if not (self.turns or self.observations or self.reasoning == "drop"):
+            _unused(self, "context", 'turns, observations or reasoning = "drop"', "slack")
+        if not self.subagent_turns:
+            _unused(self, "context", "subagent_turns", "subagent_calls")
+        elif not self.subagent_calls:
+            raise ValueError("context.subagent_calls = 0 with subagent_turns: set subagent_turns = 0 to have no sub-agents")
+        return self
+
+    def _options(self) -> list[str]:
+        return [name for name in type(self).model_fields if name != "name"]
 
 
 class DomainConfig(Table):
@@ -333,6 +383,12 @@ class RunConfig(Table):
                 raise ValueError(f"{where} {tokens} exceeds engine.max_length {self.engine.max_length}")
             if tokens > self.learner.row_length:
                 raise ValueError(f"{where} {tokens} exceeds learner.row_length {self.learner.row_length}")
+            needed = domain.context.tokens + domain.limits.max_new_tokens + domain.context.summary_tokens
+            if domain.context.tokens and needed > tokens:
+                raise ValueError(
+                    f"domains.{domain.name}.context.tokens {domain.context.tokens} comes too late: with limits.max_new_tokens "
+                    f"and context.summary_tokens it makes {needed}, {where} is {tokens}"
+                )
             if self.eval.tasks > domain.heldout_tasks:
                 raise ValueError(
                     f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}"

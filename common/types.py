@@ -272,3 +272,9 @@ def expand_spans(spans: Spans, length: int) -> np.ndarray:
     for start, end, kind in zip(spans.starts, ends, spans.kinds, strict=True):
         out[start:end] = kind
     return out
+
+
+def spans_from(kinds: np.ndarray) -> Spans:
+    """Spans from the kind of each token, [length]: the inverse of `expand_spans`."""
+    starts = np.flatnonzero(np.diff(kinds, prepend=-1)).astype(np.int32)
+    return Spans(starts, kinds[starts].astype(np.int32))

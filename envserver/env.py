@@ -65,6 +65,8 @@ class Domain(ABC):
     tools: ClassVar[list[Json]]  # OpenAI function schemas
     template: ClassVar[str] = ""  # instructions; empty: instructions.txt in the domain's folder
     options_model: ClassVar[type[Options]] = Options
+    # What of its history the policy is shown where a run says context.name = "domain": the keys of that table.
+    context: ClassVar[dict[str, Json]] = {"name": "append"}
     has_reference: bool = False
     # Whether reset, step and close may wait or compute for long. False runs them on the server's event loop: right only
     # for pure computation of well under a millisecond, where the hop to a thread would cost more than the work.

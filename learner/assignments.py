@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from common.config import DomainConfig, RunConfig
 from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
-from common.types import Assignment, ContextPolicy, Limits, Sampling, Source, Status, Trajectory
+from common.types import Assignment, ContextPolicy, Limits, Sampling, Source, Status, StepKind, Trajectory
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
 from learner.rollouts import Group, Kind, Rollout
 
@@ -102,7 +103,16 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
             raise RecordError("assignment", asked.rollout_id, f"{name} is {got!r}, assigned was {want!r}")
     lengths = sequence_lengths(trajectory.steps)
     longest = max([*lengths, sum(lengths[-1:]) + len(trajectory.tail_ids)])
-    bounds = [("turns", len(lengths), asked.limits.max_turns), ("tokens", longest, asked.limits.max_tokens)]
+    kinds = Counter(step.kind for step in trajectory.steps)
+    options = asked.context.options
+    helped = int(options.get("subagent_turns", 0)) * int(options.get("subagent_calls", 0))
+    summed_up = kinds[StepKind.ACT] + kinds[StepKind.SUBAGENT] if asked.context.name == "summary" else 0
+    bounds = [
+        ("turns", kinds[StepKind.ACT], asked.limits.max_turns),
+        ("turns of sub-agents", kinds[StepKind.SUBAGENT], helped),
+        ("summaries", kinds[StepKind.SUMMARY], summed_up),
+        ("tokens", longest, asked.limits.max_tokens),
+    ]
     for name, got, most in bounds:
         if got > most:
             raise RecordError("limits", asked.rollout_id, f"{got} {name}, allowed are {most}")

@@ -30,7 +30,8 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
 
 from actors.chat import Chat  # noqa: E402
 from actors.codec import ByteLevelCodec, ModelFiles, decode, load_model_files  # noqa: E402
-from actors.rollout import Sampled, Tape  # noqa: E402
+from actors.history import Beginning, History, Rules  # noqa: E402
+from actors.tape import Sampled, Tape  # noqa: E402
 from actors.toolcalls.turns import TurnParser  # noqa: E402
 from common.types import (  # noqa: E402
     Assignment,
@@ -87,14 +88,17 @@ def tape() -> Tape:
 def incremental(chat: Chat, parser: TurnParser, turns: list[Turn]) -> list[float]:
     """Seconds of each turn."""
     record, seconds = tape(), []
-    context = chat.opening("Go.", "", [Message("user", "Begin.")])
+    history = History(chat, Rules(), Beginning("Go.", "", (Message("user", "Begin."),)), 10**9)
+    prompt = history.begin()
     for index, turn in enumerate(turns):
         logprobs = [-0.5] * len(turn.ids)
         begun = time.perf_counter()
         sampled = Sampled(turn.ids, logprobs, [VersionRun(0, 1, "e", "main")], Finish.STOP)
-        record.append(context, sampled, parser.parse(turn.ids, Finish.STOP, index), {})
-        context = chat.bridge(chat.ended(turn.ids), [Message("user", turn.observation)])
-        prompt = np.concatenate([record.ids, context.ids])
+        parsed = parser.parse(turn.ids, Finish.STOP, index)
+        record.append(prompt, sampled, parsed, {})
+        history.stored(prompt, turn.ids, index)
+        history.turn(turn.ids, parsed.spans, [Message("user", turn.observation)])
+        prompt = history.show(history.next_view())
         seconds.append(time.perf_counter() - begun)
     assert len(prompt) > sum(len(turn.ids) for turn in turns)
     record.end(Status.TRUNCATED)

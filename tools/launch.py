@@ -38,7 +38,7 @@ except ModuleNotFoundError:
 from common.cli import ConfigError, help_text, load
 from common.config import RunConfig
 from tools.launching import report, runs
-from tools.launching.preflight import check, programs, resolve_paths, write_folder
+from tools.launching.preflight import check, programs, resolve_paths, with_contexts, write_folder
 from tools.launching.runs import Refusal
 from tools.launching.supervisor import Patience, Supervisor
 from tools.launching.view import Poller, ask, make_view, tls_of
@@ -77,6 +77,7 @@ def prepare_new(options: Namespace, overrides: list[str]) -> tuple[RunConfig, Pa
     """The checked configuration and the run's new, empty folder. Raises Refusal and ConfigError."""
     config = resolve_paths(load(options.target, overrides), [Path.cwd(), ROOT])
     check(config)
+    config = with_contexts(config)
     run = options.runs.resolve() / config.name
     if run.exists():
         if not options.overwrite:

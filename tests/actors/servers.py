@@ -10,12 +10,14 @@ from pathlib import Path
 
 import grpc
 
+from actors.agents import Parts, Wait
 from actors.chat import Chat
 from actors.codec import ByteLevelCodec, ModelFiles
 from actors.conversation import Conversation
 from actors.engines import Engines
 from actors.envs import Envs
-from actors.rollout import Parts, Wait, run_rollout
+from actors.rollout import run_rollout
+from actors.summaries import Summaries
 from actors.toolcalls.turns import TurnParser
 from common import convert, wire
 from common.proto import rl_pb2 as pb
@@ -130,12 +132,13 @@ async def toy_parts(addresses: list[str], engines: list[EngineInfo], chat: Conve
 async def parts_of(
     chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo]
 ) -> AsyncIterator[Parts]:
-    client, envs = Engines(vocabulary, timeout_s=20.0), Envs(addresses)
+    client, envs, summaries = Engines(vocabulary, timeout_s=20.0), Envs(addresses), Summaries()
     client.update(engines)
     try:
         parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
-        yield Parts(chat, parser, vocabulary, client, envs)
+        yield Parts(chat, parser, vocabulary, client, envs, summaries)
     finally:
+        await summaries.close()
         await client.close()
         await envs.close()
 

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from actors.agents import Wait
 from actors.engines import Engines
-from actors.rollout import Wait, run_rollout
+from actors.rollout import run_rollout
 from common.seeds import turn_seed
 from common.types import EngineInfo, Finish, Status, VersionRun
 from common.validate import Vocabulary

@@ -19,7 +19,7 @@ from actors.__main__ import main
 from actors.chat import Context
 from actors.learner_client import Learner
 from actors.pool import Pool
-from actors.rollout import Tape
+from actors.tape import Tape
 from common import cli
 from common.config import DomainConfig, RunConfig
 from common.proto import rl_pb2 as pb

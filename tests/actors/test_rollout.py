@@ -9,9 +9,10 @@ import grpc
 import numpy as np
 import pytest
 
+from actors.agents import Wait
 from actors.codec import decode_bytes
 from actors.envs import Envs
-from actors.rollout import Parts, Wait, run_rollout
+from actors.rollout import run_rollout
 from common.record import full_prompt, segments
 from common.types import ContextKind, EngineInfo, Finish, Limits, Source, Status, Task, VersionRun
 from common.validate import check
@@ -274,7 +275,7 @@ class RpcCancelled(grpc.aio.AioRpcError):
 async def test_076_a_cancellation_that_is_not_ours_is_a_failed_rollout(error: BaseException) -> None:
     async with toy_parts([], []) as parts:
         envs = CancellingEnvs("open", error)
-        record = await run_rollout(assignment(["he"]), Parts(parts.chat, parts.parser, VOCABULARY, parts.engines, envs), Wait())
+        record = await run_rollout(assignment(["he"]), replace(parts, envs=envs), Wait())
     assert record.status == Status.FAILED
     assert "cancel" in record.flags[0].lower()
 

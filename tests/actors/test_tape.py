@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.chat import EMPTY
-from actors.rollout import Sampled, Tape
+from actors.chat import EMPTY, Context
+from actors.history import Beginning, History, Prompt, Rules
+from actors.tape import Sampled, Tape
 from actors.toolcalls.turns import TurnParser
 from common.convert import trajectory_bytes, trajectory_parse
 from common.record import segments
@@ -19,12 +20,19 @@ from tests.actors.servers import assignment
 from tests.actors.toy import VOCABULARY, toy_chat
 
 
+def first(context: Context) -> Prompt:
+    return Prompt(context.ids, -1, 0, context)
+
+
+def toy_history(*messages: Message, limit: int = 9999) -> History:
+    return History(toy_chat(), Rules(), Beginning("", "", messages or (Message("user", "he"),)), limit)
+
+
 def test_failure_takes_back_rewards_and_the_environments_metrics() -> None:
     tape = Tape(assignment(["he"]))
     turn = TurnParser(toy_chat().codec, 2).parse([5, 2], Finish.STOP, 0)
-    context = toy_chat().opening("", "", [Message("user", "he")])
-    tape.append(context, Sampled([5, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
-    tape.observe(Observation((), 0.5, Status.RUNNING, {"success": 1.0}), 0.1)
+    tape.append(toy_history().begin(), Sampled([5, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    tape.observe(0, Observation((), 0.5, Status.RUNNING, {"success": 1.0}), 0.1)
     tape.fail("the disk is full")
     record = tape.trajectory(VOCABULARY)
     assert record.flags == ("reason:the disk is full",)
@@ -37,9 +45,9 @@ def test_002_a_turn_with_unequal_arrays_is_refused_whole() -> None:
     tape = Tape(assignment(["he"]))
     turn = TurnParser(toy_chat().codec, 2).parse([5, 6, 7, 2], Finish.STOP, 0)
     with pytest.raises(RecordError, match=r"r-1 .*4 action ids, 5 logprobs"):
-        tape.append(EMPTY, Sampled([5, 6, 7, 2], [-0.5] * 5, [], Finish.STOP), turn, {})
+        tape.append(first(EMPTY), Sampled([5, 6, 7, 2], [-0.5] * 5, [], Finish.STOP), turn, {})
     assert tape.steps == []
-    assert len(tape.ids) == 0
+    assert tape.counts["turns"] == 0
 
 
 def test_014_large_ids_survive_the_record() -> None:
@@ -47,21 +55,23 @@ def test_014_large_ids_survive_the_record() -> None:
     tape = Tape(assignment(["he"]))
     codec = toy_chat().codec
     turn = TurnParser(codec, 2).parse([5] * 5, Finish.STOP, 0)
-    tape.append(EMPTY, Sampled(ids, [-0.5] * 5, [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    tape.append(first(EMPTY), Sampled(ids, [-0.5] * 5, [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
     tape.end(Status.TERMINATED)
     assert trajectory_parse(trajectory_bytes(tape._record())).steps[0].action_ids.tolist() == ids
     with pytest.raises(OverflowError):
-        tape.append(EMPTY, Sampled([2**31], [-0.5], [], Finish.STOP), turn, {})
+        tape.append(first(EMPTY), Sampled([2**31], [-0.5], [], Finish.STOP), turn, {})
 
 
 def test_004_007_only_what_was_sampled_has_a_mask() -> None:
     """A demonstration in the prompt has none, nor has what stands between a turn and the next."""
-    chat = toy_chat()
-    opening = chat.opening("", "", [Message("user", "he"), Message("assistant", "heh"), Message("user", "he")])
-    tape = Tape(assignment(["he", "he"]))
-    for context in (opening, chat.bridge(True, [Message("tool", "he")])):
-        turn = TurnParser(chat.codec, 2).parse([7, 2], Finish.STOP, 0)
-        tape.append(context, Sampled([7, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+    history = toy_history(Message("user", "he"), Message("assistant", "heh"), Message("user", "he"))
+    tape, opening = Tape(assignment(["he", "he"])), history.begin()
+    for index, prompt in enumerate((opening, None)):
+        prompt = prompt or history.show(history.next_view())
+        turn = TurnParser(toy_chat().codec, 2).parse([7, 2], Finish.STOP, 0)
+        tape.append(prompt, Sampled([7, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+        history.stored(prompt, [7, 2], index)
+        history.turn([7, 2], turn.spans, [Message("tool", "he")])
     tape.end(Status.TERMINATED)
     (segment,) = segments(tape.trajectory(VOCABULARY))
     start = len(opening)
@@ -73,7 +83,7 @@ def test_a_record_that_breaks_a_rule_is_failed_before_it_leaves() -> None:
     tape, chat = Tape(assignment(["he"])), toy_chat()
     turn = TurnParser(chat.codec, 2).parse([5, 2], Finish.STOP, 0)
     sampled = Sampled([5, 2], [-0.5, math.nan], [VersionRun(0, 1, "e", "main")], Finish.STOP)
-    tape.append(chat.opening("", "", [Message("user", "he")]), sampled, turn, {})
+    tape.append(first(chat.opening("", "", [Message("user", "he")])), sampled, turn, {})
     tape.end(Status.TERMINATED)
     record = tape.trajectory(VOCABULARY)
     assert (record.status, record.steps) == (Status.FAILED, ())
@@ -90,17 +100,18 @@ def test_a_record_that_breaks_a_rule_is_failed_before_it_leaves() -> None:
 )
 def test_001_any_sampled_ids_stand_in_the_record_as_they_were(dialogue: list[tuple[list[int], str]]) -> None:
     """The prefix property, too: each prompt begins with the one before it and the turn sampled from it."""
-    chat, tape = toy_chat(), Tape(assignment(["he"], Limits(99, 9999, 1.0)))
-    parser = TurnParser(chat.codec, 2)
-    context, before = chat.opening("", "", [Message("user", "he")]), []
+    history, tape = toy_history(), Tape(assignment(["he"], Limits(99, 9999, 1.0)))
+    parser, prompt, before = TurnParser(toy_chat().codec, 2), history.begin(), []
     for index, (ids, text) in enumerate(dialogue):
-        prompt = tape.ids.tolist() + context.ids.tolist()
-        assert prompt[: len(before)] == before
+        assert prompt.ids[: len(before)].tolist() == before
         sampled = Sampled(list(ids), [-0.5] * len(ids), [VersionRun(0, 1, "e", "main")], Finish.STOP)
-        tape.append(context, sampled, parser.parse(ids, Finish.STOP, index), {})
-        before = prompt + ids
-        context = chat.bridge(ids[-1] == 2, [Message("tool", text)])
-    tape.end(Status.TRUNCATED, "turn_limit", tail=context)
+        turn = parser.parse(ids, Finish.STOP, index)
+        tape.append(prompt, sampled, turn, {})
+        before = [*prompt.ids.tolist(), *ids]
+        history.stored(prompt, ids, index)
+        history.turn(ids, turn.spans, [Message("tool", text)])
+        prompt = history.show(history.next_view())
+    tape.end(Status.TRUNCATED, "turn_limit", tail=prompt.context)
     record = tape.trajectory(VOCABULARY)
     assert record.status == Status.TRUNCATED
     (row,) = segments(record)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from common.convert import trajectory_bytes
-from common.types import ContextKind, Sampling, Source, Status, Task, ids_array, spans_of
-from learner.assignments import EveryRolloutFails
+from common.types import ContextKind, ContextPolicy, Sampling, Source, Status, StepKind, Task, ids_array, spans_of
+from common.validate import RecordError
+from learner.assignments import EveryRolloutFails, check_assignment
 from learner.inbox import frames
 from learner.rollouts import Kind
 from tests.control.scripted import (
@@ -73,7 +74,7 @@ def test_an_assignment_says_all_that_an_actor_needs(tmp_path):
     a, b = lease(control, 2)
     assert (a.rollout_id, a.attempt, a.group_id, a.source, a.purpose) == ("1-g000000-0", 1, "1-g000000", Source.POLICY, "train")
     assert (a.limits.max_turns, a.limits.max_tokens, a.sampling.temperature) == (3, 64, 1.0)
-    assert (a.context.name, a.context.options) == ("append", {"observation_tokens": 9})
+    assert (a.context.name, a.context.options["observation_tokens"]) == ("append", 9)
     assert a.task.id == b.task.id
     assert a.sampling.seed != b.sampling.seed
 
@@ -166,17 +167,34 @@ def test_002_unequal_arrays_are_refused_by_name_and_nothing_is_stored(tmp_path):
     assert control.reasons()["failed"] == {"refused:equal_lengths": 1}
 
 
-def turns(count):
+def turns(count, kind=StepKind.ACT):
     """Appended turns of one token each."""
     made, length = [], 0
     for n in range(count):
-        made.append(replace(step([3], [(0, 1)], context=[1]), parent=n - 1, prefix_len=length))
+        made.append(replace(step([3], [(0, 1)], context=[1]), parent=n - 1, prefix_len=length, kind=kind))
         length += 2
     return tuple(made)
 
 
 def tail(length):
     return spans_of([(length, ContextKind.OBSERVATION)])
+
+
+def test_helpers_and_summaries_have_limits_of_their_own(tmp_path):
+    """As many summaries as turns, sub-agents' turns as options allow; turns of the policy itself count alone."""
+    control, _, _ = started(tmp_path)
+    options = {"subagent_turns": 2, "subagent_calls": 3}
+    asked = replace(lease(control, 1)[0], context=ContextPolicy("summary", options))
+    kinds = [StepKind.ACT] * 10 + [StepKind.SUBAGENT] * 6 + [StepKind.SUMMARY] * 16
+
+    def made(*more):
+        steps = zip(turns(32 + len(more)), (*kinds, *more), strict=True)
+        return trajectory(asked, steps=tuple(replace(step, kind=kind) for step, kind in steps))
+
+    check_assignment(made(), asked)
+    for kind, why in (("ACT", "11 turns, "), ("SUBAGENT", "7 turns of sub-agents"), ("SUMMARY", "17 summaries")):
+        with pytest.raises(RecordError, match=why):
+            check_assignment(made(StepKind[kind]), asked)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +209,8 @@ def tail(length):
         ({"sampling": Sampling(0.5, 32)}, "assignment: sampling"),
         ({"steps": (step(list(range(40)) * 8, [(0, 1)]),)}, "limits: 322 tokens, allowed are 320"),
         ({"steps": turns(11)}, "limits: 11 turns, allowed are 10"),
+        ({"steps": turns(1, StepKind.SUBAGENT)}, "limits: 1 turns of sub-agents, allowed are 0"),
+        ({"steps": turns(1, StepKind.SUMMARY)}, "limits: 1 summaries, allowed are 0"),
         ({"status": Status.TRUNCATED, "tail_ids": ids_array([1] * 317), "tail_spans": tail(317)}, "limits: 321 tokens"),
     ],
 )

@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from common.addresses import Addresses, EngineAddress
 from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
@@ -140,11 +142,29 @@ def _domain_problems(config: RunConfig) -> Iterator[str]:
         except DomainError as error:
             yield f"domains.{index}: {error}"
             continue
+        names = [tool.get("function", tool).get("name") for tool in found.tools]
+        if domain.context.subagent_turns and "delegate" in names:
+            yield f"domains.{index}.context.subagent_turns: domain {domain.name!r} has a tool delegate of its own; leave it out"
         if config.warm.updates and not found.has_reference:
             yield (
                 f"warm.updates = {config.warm.updates}: domain {domain.name!r} has no reference solutions to learn from;"
                 " set --warm.updates=0"
             )
+
+
+def with_contexts(config: RunConfig) -> RunConfig:
+    """Every context.name = "domain" becomes what the domain has. Raises Refusal when that does not go with the rest."""
+    from envserver.domains import load_domain
+
+    plain = config.model_dump()
+    for domain in plain["domains"]:
+        if domain["context"]["name"] == "domain":
+            domain["context"] = load_domain(domain["name"], domain["options"], domain["instructions"]).context
+    try:
+        return RunConfig.model_validate(plain)
+    except ValidationError as error:
+        why = "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors())
+        raise Refusal(f'context.name = "domain": what the domain wants does not go with this configuration: {why}') from error
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:

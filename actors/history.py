@@ -1,0 +1,273 @@
+"""What an agent is shown of what happened: the opening, then its turns and the answers to them, as a context policy has it.
+
+Whatever a policy leaves out, replaces or sums up, the next prompt is some leading part of the sequence so far and new context
+behind it (`parent` and `prefix_len` of a step). Turns that are shown again are the ids that were sampled, as REPLAY. Appending
+costs what is appended; only a rewriting looks at the whole dialogue, and starts a new segment.
+
+Dimension key: P tokens of a prompt, A action tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+
+from actors.chat import Context, Remark
+from actors.conversation import Conversation
+from actors.observations import Room
+from common.types import ActionKind, ContextKind, ContextPolicy, Message, Spans, expand_spans, ids_array, spans_from, spans_of
+
+PLACEHOLDER = "[This answer is no longer shown.]"
+UNSHOWN = "[{count} earlier turns are not shown.]"
+SUMMED_UP = "[{count} earlier turns are not shown. They come to this:]\n"
+ASK = (
+    "The conversation is about to be cut. Sum up what matters for the task: what was found, what was tried, what is left to do. "
+    "Call no tool. Only this summary will be shown."
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """Which part of a history is shown. Every number only grows."""
+
+    first: int = 0  # turns before it are not shown
+    hidden: int = 0  # answers to turns before it are placeholders
+    bare: int = 0  # turns before it are shown without their reasoning
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A context policy's options; their meaning stands at ContextConfig."""
+
+    name: str = "append"
+    turns: int = 0
+    tokens: int = 0
+    keep: int = 0
+    summary_tokens: int = 0
+    summary_url: str = ""
+    summary_model: str = ""
+    observations: int = 0
+    reasoning: str = "keep"
+    slack: int = 0
+    observation_tokens: int = 0
+    subagent_turns: int = 0
+    subagent_calls: int = 0
+
+    @classmethod
+    def of(cls, policy: ContextPolicy) -> Self:
+        """Raises ValueError for what this actor does not know: it would be ignored."""
+        known = {field.name for field in fields(cls)} - {"name"}
+        if policy.name not in ("append", "window", "discard", "summary") or not known.issuperset(policy.options):
+            unknown = sorted(set(policy.options) - known)
+            raise ValueError(f"context policy {policy.name!r} with {unknown or 'these options'} is unknown to this actor")
+        return cls(policy.name, **policy.options)
+
+    def of_reference(self) -> Self:
+        """The same without what a reference solution has no words for."""
+        own = replace(self, subagent_turns=0, summary_url="", summary_model="", summary_tokens=0)
+        return replace(own, name="append", tokens=0) if self.name == "summary" else own
+
+    def trim(self, now: View, turns: int, by_user: bool) -> View:
+        """What `turns` turns alone decide; `by_user`: the newest answer has a user's message."""
+        first, hidden, bare = now.first, now.hidden, now.bare
+        if self.name == "window" and turns - first > self.turns + self.slack:
+            first = turns - self.turns
+        if self.observations and turns - max(hidden, first) > self.observations + self.slack:
+            hidden = turns - self.observations
+        if (self.reasoning == "drop" and turns - bare > self.slack) or (self.reasoning == "drop_at_user" and by_user):
+            bare = turns
+        return View(first, hidden, bare)
+
+    def cut(self, now: View, turns: int, tokens: int) -> View:
+        """What the length of the next prompt decides, if it would have `tokens`."""
+        if self.name in ("discard", "summary") and tokens > self.tokens:
+            return replace(now, first=max(now.first, turns - self.keep))
+        return now
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The ids that an engine gets, and how the record says them."""
+
+    ids: np.ndarray  # [P] int32
+    parent: int
+    prefix_len: int
+    context: Context
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    whole: np.ndarray  # [A] int32
+    bare: np.ndarray  # without its reasoning
+    ended: bool
+    messages: tuple[Message, ...]  # the answer to it
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What stands before an agent's first turn."""
+
+    instructions: str
+    tools_json: str
+    messages: tuple[Message, ...]
+
+
+class History:
+    """Of one agent. `ids` is the full sequence of its newest step, `last` that step's index; a sub-agent's are its caller's
+    until its own first step."""
+
+    def __init__(self, chat: Conversation, rules: Rules, beginning: Beginning, limit: int) -> None:
+        """`limit`: tokens of a sequence, limits.max_tokens."""
+        self._chat, self.rules, self._beginning, self._limit = chat, rules, beginning, limit
+        self.view = View()
+        self.summary: tuple[int, ...] = ()
+        self.ids, self.last = ids_array([]), -1
+        self._turns: list[_Turn] = []
+        self._answered = False
+
+    @property
+    def tools_json(self) -> str:
+        return self._beginning.tools_json
+
+    @property
+    def answered(self) -> bool:
+        """Whether the newest step was a turn whose answer is known, not a summary."""
+        return self._answered
+
+    # ---- what happened --------------------------------------------------------------------------------------
+
+    def stored(self, prompt: Prompt, ids: Sequence[int], index: int) -> None:
+        """Step `index` was sampled from `prompt`."""
+        self.ids, self.last, self._answered = np.concatenate([prompt.ids, ids_array(ids)]), index, False
+
+    def branch(self, caller: History) -> None:
+        """This agent begins where `caller` is, and shares with it what their openings have in common."""
+        self.ids, self.last = caller.ids, caller.last
+
+    def turn(self, ids: Sequence[int], spans: Spans, messages: Sequence[Message]) -> None:
+        """The newest step was a turn, and this is the answer to it."""
+        kinds = expand_spans(spans, len(ids))
+        ended, self._answered = self._chat.ended(ids), True
+        self._turns.append(_Turn(ids_array(ids), self._without(ids, kinds, ActionKind.REASONING), ended, tuple(messages)))
+
+    def summed_up(self, ids: Sequence[int], spans: Spans) -> None:
+        """The newest step was a summary: what it says outside of reasoning and calls is shown from now on."""
+        said = self._without(ids, expand_spans(spans, len(ids)), ActionKind.REASONING, ActionKind.CALL)
+        self.summary = tuple(said[: len(said) - self._chat.ended(ids)].tolist())
+
+    def _without(self, ids: Sequence[int], kinds: np.ndarray, *left_out: ActionKind) -> np.ndarray:
+        """The ids of other kinds; the space after what is left out at the beginning goes with it, as templates have it."""
+        array = ids_array(ids)
+        stays = ~np.isin(kinds, left_out)
+        if stays.all():
+            return array
+        pieces = self._chat.codec.pieces
+        for n in range(int(np.argmin(stays)), len(array)):
+            if stays[n] and pieces[array[n]].strip():
+                break
+            stays[n] = False
+        return array[stays]
+
+    # ---- what is shown --------------------------------------------------------------------------------------
+
+    def begin(self) -> Prompt:
+        return self._prompt(self._opening(View()))
+
+    def next_view(self) -> View:
+        """What the policy wants to be shown after the newest turn."""
+        messages = self._turns[-1].messages
+        by_user = any(message.role == "user" for message in messages)
+        view = self.rules.trim(self.view, len(self._turns), by_user)
+        if self.rules.tokens:
+            tokens = len(self.ids) + len(self._answer(ENOUGH)) if view == self.view else len(self._whole(view, ENOUGH))
+            view = self.rules.cut(view, len(self._turns), tokens)
+        return view
+
+    def show(self, view: View) -> Prompt:
+        """The prompt after the newest turn, in `view`. It may be longer than the limit when nothing can be shortened."""
+        if view == self.view:
+            context = self._answer(self._limit - 1 - len(self.ids))
+            return Prompt(np.concatenate([self.ids, context.ids]), self.last, len(self.ids), context)
+        self.view = view
+        return self._prompt(self._whole(view, self._limit - 1))
+
+    def ask(self) -> Prompt:
+        """The prompt for a summary of everything that is shown, the newest answer included."""
+        room = self._limit - len(self.ids)
+        context = self._answer(room - min(self.rules.summary_tokens, room // 2), Remark("user", ASK))
+        return Prompt(np.concatenate([self.ids, context.ids]), self.last, len(self.ids), context)
+
+    def tail(self) -> Context:
+        """The newest answer, without a generation prompt."""
+        turn = self._turns[-1]
+        return self._chat.tail(
+            turn.ended, turn.messages, Room(self._limit - len(self.ids), self.rules.observation_tokens or None)
+        )
+
+    def transcript(self, view: View) -> str:
+        """For another model: what is shown now and will not be in `view`, in words."""
+        said = [self._beginning.instructions, *[f"[{m.role}]\n{m.text}" for m in self._beginning.messages]]
+        said += [self._text(self.summary)] if self.summary else []
+        for turn in self._turns[self.view.first : view.first]:
+            said.append(f"[assistant]\n{self._text(turn.whole[: len(turn.whole) - turn.ended].tolist())}")
+            said += [f"[{message.role}]\n{message.text}" for message in turn.messages]
+        return "\n\n".join(filter(None, said))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return b"".join(self._chat.codec.pieces[i] for i in ids).decode("utf-8", "replace")
+
+    def _answer(self, room: int, *remarks: Remark) -> Context:
+        turn = self._turns[-1]
+        return self._chat.bridge(turn.ended, (*turn.messages, *remarks), Room(room, self.rules.observation_tokens or None))
+
+    def _opening(self, view: View) -> Context:
+        b = self._beginning
+        remarks: list[Remark] = []
+        if view.first:
+            text = SUMMED_UP if self.summary else UNSHOWN
+            remarks = [Remark("user", text.format(count=view.first), summary=self.summary)]
+        return self._chat.opening(b.instructions, b.tools_json, (*b.messages, *remarks))
+
+    def _whole(self, view: View, room: int) -> Context:
+        """All of the next prompt, at most `room` tokens if the newest answer can be shortened so far."""
+        pieces = [self._opening(view)]
+        for number in range(view.first, len(self._turns)):
+            turn, bare = self._turns[number], number < view.bare
+            if bare:
+                pieces[-1] = _cut(pieces[-1], 0, len(pieces[-1]) - self._chat.thought)  # a generation prompt may open it
+            ids = turn.bare if bare else turn.whole
+            pieces.append(Context(ids, spans_of([(len(ids), ContextKind.REPLAY)])))
+            if number < len(self._turns) - 1:
+                pieces.append(self._earlier(turn, hidden=number < view.hidden))
+            else:
+                pieces.append(self._answer(room - sum(map(len, pieces))))
+        return _joined(pieces)
+
+    def _earlier(self, turn: _Turn, hidden: bool) -> Context:
+        messages = tuple(Remark(m.role, PLACEHOLDER) for m in turn.messages) if hidden else turn.messages
+        return self._chat.bridge(turn.ended, messages, Room(None, self.rules.observation_tokens or None))
+
+    def _prompt(self, whole: Context) -> Prompt:
+        """`whole` as what it has in common with the sequence so far, and the rest."""
+        shortest = min(len(whole), len(self.ids))
+        differs = np.flatnonzero(whole.ids[:shortest] != self.ids[:shortest])
+        prefix = int(differs[0]) if len(differs) else shortest
+        return Prompt(whole.ids, self.last, prefix, _cut(whole, prefix, len(whole)))
+
+
+ENOUGH = 2**31  # room for anything
+
+
+def _cut(context: Context, begin: int, end: int) -> Context:
+    return Context(context.ids[begin:end], spans_from(expand_spans(context.spans, len(context))[begin:end]))
+
+
+def _joined(pieces: Sequence[Context]) -> Context:
+    kinds = [expand_spans(piece.spans, len(piece)) for piece in pieces]
+    return Context(np.concatenate([piece.ids for piece in pieces]), spans_from(np.concatenate(kinds)))
