@@ -61,8 +61,8 @@ class Options(BaseModel):
 class Domain(ABC):
     """A kind of environment and its tasks. Reads its options once, then never changes."""
 
-    name: ClassVar[str]
-    tools: ClassVar[list[Json]]  # OpenAI function schemas
+    name: str
+    tools: list[Json]  # OpenAI function schemas
     template: ClassVar[str] = ""  # instructions; empty: instructions.txt in the domain's folder
     options_model: ClassVar[type[Options]] = Options
     has_reference: bool = False
@@ -96,21 +96,26 @@ class Domain(ABC):
     def _instructions(self, path: str) -> str:
         """The template, with `$name` replaced by the option of that name."""
         if path:
-            text = _read(path, f"domains.{self.name}.instructions")
+            text = read_text(path, f"domains.{self.name}.instructions")
         elif self.template:
             text = self.template
         else:
             folder = Path(sys.modules[type(self).__module__].__file__ or "").parent
-            text = _read(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
-        try:
-            return string.Template(text.strip()).substitute(self.options.model_dump())
-        except (KeyError, ValueError) as error:
-            known = ", ".join(f"${name}" for name in self.options_model.model_fields) or "none"
-            where = path or "instructions.txt"
-            raise DomainError(f"{where}: bad placeholder ({error}); known: {known}; write $$ for a dollar sign") from error
+            text = read_text(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
+        return fill(text, path or "instructions.txt", self.options.model_dump())
 
 
-def _read(path: str, what: str) -> str:
+def fill(text: str, where: str, values: Mapping[str, Any]) -> str:
+    """`text` with `$name` replaced by the value of that name. Raises DomainError."""
+    try:
+        return string.Template(text.strip()).substitute(values)
+    except (KeyError, ValueError) as error:
+        known = ", ".join(f"${name}" for name in values) or "none"
+        raise DomainError(f"{where}: bad placeholder ({error}); known: {known}; write $$ for a dollar sign") from error
+
+
+def read_text(path: str, what: str) -> str:
+    """A file that the configuration names as `what`. Raises DomainError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
