@@ -131,8 +131,22 @@ class DomainConfig(Table):
     admission: int = Field(default=64, ge=-1, description="tasks per split that admission checks at start; -1 all, 0 none")
     instructions: str = Field(default="", description="file that replaces the domain's instructions template")
     options: dict[str, Any] = Field(default={}, description="passed to the domain, which checks them")
+    memory: Literal["off", "rollout", "task"] = Field(
+        default="off",
+        description="notes that the agent keeps by tools: for its rollout, or for later ones of the same train task",
+    )
+    memory_notes: Positive = Field(default=16, description="at most so many; of more, the newest are kept for later rollouts")
+    memory_characters: Positive = Field(default=1000, description="of one note")
+    memory_instructions: str = Field(default="", description="file that replaces what the instructions say about memory")
     limits: LimitsConfig = LimitsConfig()
     context: ContextConfig = ContextConfig()
+
+    @model_validator(mode="after")
+    def _memory(self) -> DomainConfig:
+        if self.memory == "off":
+            keys = ("memory_notes", "memory_characters", "memory_instructions")
+            _unused(self, f"domains.{self.name}", 'memory = "rollout" or "task"', *keys)
+        return self
 
 
 class EngineConfig(Table):
@@ -333,6 +347,11 @@ class RunConfig(Table):
                 raise ValueError(f"{where} {tokens} exceeds engine.max_length {self.engine.max_length}")
             if tokens > self.learner.row_length:
                 raise ValueError(f"{where} {tokens} exceeds learner.row_length {self.learner.row_length}")
+            if domain.memory != "off" and self.chat.tools in ("fenced", "answer"):
+                what = f'domains.{domain.name}.memory = "{domain.memory}"'
+                raise ValueError(
+                    f'{what} cannot be used with chat.tools = "{self.chat.tools}", which writes no call of write_note'
+                )
             if self.eval.tasks > domain.heldout_tasks:
                 raise ValueError(
                     f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}"
