@@ -5,7 +5,8 @@ long as the rollout (`memory = "rollout"`), or are kept for later rollouts of th
 
 - A session sees the notes as they were when it opened; what it changed is merged when its episode ends.
 - A session that fails, or is closed before its episode ends (the actor's limits of turns, tokens and time among them), leaves
-  nothing: its rollout may be tried again, and the next try must begin as this one did.
+  nothing: its rollout may be tried again, and the next try must begin as this one did. (Where only the answer to the last
+  step was lost, the notes are there already.)
 - Held-out tasks, and all that are not listed for training, begin without notes and leave none: an evaluation measures the
   policy, not what earlier evaluations wrote down.
 - Admission plays the domain without its memory, and references never call its tools: neither leaves notes.
@@ -28,7 +29,7 @@ WITHIN_ROLLOUT = (
     "You can keep notes with write_note, read_note, list_notes and delete_note: up to $notes notes of $characters characters."
     " Notes stay when older messages are no longer shown."
 )
-ACROSS_ROLLOUTS = f"{WITHIN_ROLLOUT} Later attempts at the same task find them: look first what list_notes has."
+ACROSS_ROLLOUTS = f"{WITHIN_ROLLOUT} Later attempts at the same task find them: call list_notes first."
 
 
 def with_memory(domain: Domain, config: DomainConfig, run: Path, train: Collection[str]) -> Domain:

@@ -302,6 +302,8 @@ def test_any_environment_can_have_notes():
     opened = env.reset(TASK)
     assert (texts(opened), opened.reward) == (["Hello."], 0.5)
     assert opened.metrics == {"left": 2.0, "memory_writes": 0.0, "memory_reads": 0.0}
+    with pytest.raises(EnvMisuse, match="reset was called before"):
+        env.reset(TASK)
     first = env.step(act(LIST, call("draw"), text="so "))
     assert texts(first) == ["There are no notes.", "did draw", "so 1"]
     assert [outcome.name for outcome in first.tool_outcomes] == ["list_notes"]
