@@ -100,6 +100,7 @@ import sys
 from pathlib import Path
 from envserver.notes import NoteFolder, NoteLimits
 folder = NoteFolder(Path(sys.argv[1]), NoteLimits(1000, 8), ["t"])
+print("ready", flush=True)
 sys.stdin.readline()
 for number in range(40):
     notes = folder.open("t")
@@ -110,9 +111,14 @@ for number in range(40):
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    writers = [subprocess.Popen([*command, name], cwd=ROOT, stdin=subprocess.PIPE) for name in "abc"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([*command, name], cwd=ROOT, **pipes) for name in "abc"]
+    assert [writer.stdout.readline() for writer in writers] == ["ready\n"] * 3
+    for writer in writers:  # all of them before any is waited for
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
     for writer in writers:
-        writer.communicate(b"go\n", timeout=60)
+        writer.communicate(timeout=60)
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     texts = NoteFolder(tmp_path, NoteLimits(1000, 8), ["t"]).open("t").texts
     assert set(texts) == {f"{name}{number}" for name in "abc" for number in range(40)}
