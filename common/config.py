@@ -6,30 +6,12 @@ A key exists because two committed configurations, or a sweep, set it differentl
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(gt=0)]
-Port = Annotated[int, Field(ge=0, le=65_535)]
-Lease = Annotated[float, Field(ge=4)]  # seconds: holders renew every two
-
-
-class Table(BaseModel):
-    """Unknown keys and values that are not numbers (NaN, infinity) are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-def _unused(table: Table, where: str, what_for: str, *keys: str) -> None:
-    """Refuse values that would be ignored. A default may stand: a resolved configuration names every key."""
-    for key in keys:
-        value = getattr(table, key)
-        if value != type(table).model_fields[key].default:
-            raise ValueError(f"{where}.{key} = {value!r} is for {what_for}; leave it out")
+from common.config_domain import DomainConfig
+from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
 
 
 class TlsConfig(Table):
@@ -91,98 +73,12 @@ class ChatConfig(Table):
     @model_validator(mode="after")
     def _template(self) -> ChatConfig:
         if self.template == "model":
-            _unused(self, "chat", 'template = "raw"', "prompt", "observation")
+            unused(self, "chat", 'template = "raw"', "prompt", "observation")
             return self
-        _unused(self, "chat", 'template = "model"', "options")
+        unused(self, "chat", 'template = "model"', "options")
         if self.tools == "auto":
             raise ValueError('chat.tools = "auto" reads the chat template, template = "raw" has none: name a format')
         return self
-
-
-class LimitsConfig(Table):
-    """Bounds of one rollout."""
-
-    max_turns: Positive = 10
-    max_new_tokens: Positive = Field(default=32, description="per turn")
-    max_tokens: Positive = Field(default=320, description="of prompt and action together, at any turn")
-    deadline_s: Rate = Field(default=120.0, description="no turn begins later; what is still waited for at twice that is lost")
-
-
-class ContextConfig(Table):
-    """What the policy is shown of its history: all of it (`append`), its newest turns (`window`), what came since it was last
-    dropped (`discard`) or summed up (`summary`), or what the domain itself asks for (`domain`). The other keys go with each."""
-
-    name: Literal["append", "window", "discard", "summary", "domain"] = "append"
-    turns: Natural = Field(default=0, description="window: newest turns that are shown")
-    tokens: Natural = Field(default=0, description="discard, summary: history is cut when the next prompt would be longer")
-    keep: Natural = Field(default=0, description="discard, summary: newest turns that stay as they are")
-    summary_tokens: Natural = Field(default=0, description="summary: tokens that it may have")
-    summary_url: str = Field(
-        default="", description="summary: who writes it, an OpenAI-compatible server; empty: the policy, which is trained on it"
-    )
-    summary_model: str = Field(default="", description="model name at summary_url")
-    observations: Natural = Field(default=0, description="newest answers that are shown; older ones have a placeholder; 0: all")
-    reasoning: Literal["keep", "drop", "drop_at_user"] = Field(
-        default="keep",
-        description="of earlier turns; drop_at_user: when a user's message follows, as Qwen3's template has it",
-    )
-    slack: Natural = Field(
-        default=0,
-        description="turns beyond turns, observations or reasoning before history is rewritten: each rewriting costs a segment",
-    )
-    observation_tokens: Natural = Field(
-        default=0, description="of one observation's text; the middle of a longer one is left out, with a notice; 0: any number"
-    )
-    subagent_turns: Natural = Field(default=0, description="turns of a sub-agent, which the policy calls with a tool; 0: none")
-    subagent_calls: Natural = Field(default=4, description="sub-agents of one rollout")
-
-    @model_validator(mode="after")
-    def _used(self) -> ContextConfig:
-        if self.name == "domain":
-            _unused(self, "context", 'a named policy; name = "domain" takes the domain\'s own', *self._options())
-            return self
-        if self.name == "window" and not self.turns:
-            raise ValueError('context.name = "window" needs context.turns, at least 1')
-        if self.name != "window":
-            _unused(self, "context", 'name = "window"', "turns")
-        if self.name in ("discard", "summary") and not self.tokens:
-            raise ValueError(f'context.name = "{self.name}" needs context.tokens, the length at which history is cut')
-        if self.name not in ("discard", "summary"):
-            _unused(self, "context", 'name = "discard" or "summary"', "tokens", "keep")
-        if self.name != "summary":
-            _unused(self, "context", 'name = "summary"', "summary_tokens", "summary_url", "summary_model")
-        elif not self.summary_tokens:
-            raise ValueError('context.name = "summary" needs context.summary_tokens, the most that a summary may have')
-        if self.summary_model and not self.summary_url:
-            raise ValueError("context.summary_model is for summary_url; without it the policy itself writes summaries")
-        if not (self.turns or self.observations or self.reasoning == "drop"):
-            _unused(self, "context", 'turns, observations or reasoning = "drop"', "slack")
-        if not self.subagent_turns:
-            _unused(self, "context", "subagent_turns", "subagent_calls")
-        elif not self.subagent_calls:
-            raise ValueError("context.subagent_calls = 0 with subagent_turns: set subagent_turns = 0 to have no sub-agents")
-        return self
-
-    def _options(self) -> list[str]:
-        return [name for name in type(self).model_fields if name != "name"]
-
-
-class DomainConfig(Table):
-    """One `[[domains]]`: a kind of environment, its servers and its limits."""
-
-    name: str
-    weight: Rate = Field(default=1.0, description="share of the groups, relative to the other domains")
-    replicas: Positive = Field(default=1, description="env server processes")
-    capacity: Positive = Field(default=256, description="sessions per env server")
-    threads: Positive = Field(default=8, description="threads per env server for blocking environment code")
-    lease_s: Lease = Field(default=60.0, description="a session not renewed for so long is closed")
-    train_tasks: Positive = 2048
-    heldout_tasks: Positive = 128
-    admission: int = Field(default=64, ge=-1, description="tasks per split that admission checks at start; -1 all, 0 none")
-    instructions: str = Field(default="", description="file that replaces the domain's instructions template")
-    options: dict[str, Any] = Field(default={}, description="passed to the domain, which checks them")
-    limits: LimitsConfig = LimitsConfig()
-    context: ContextConfig = ContextConfig()
 
 
 class EngineConfig(Table):
@@ -203,9 +99,9 @@ class EngineConfig(Table):
     @model_validator(mode="after")
     def _widths(self) -> EngineConfig:
         if self.kind == "sglang":
-            _unused(self, "engine", 'kind = "embedded"', "decode_chunk", "prefill_chunk", "prefill_slots", "widths")
+            unused(self, "engine", 'kind = "embedded"', "decode_chunk", "prefill_chunk", "prefill_slots", "widths")
             return self
-        _unused(self, "engine", 'kind = "sglang"', "args")
+        unused(self, "engine", 'kind = "sglang"', "args")
         if self.widths != sorted(set(self.widths)) or not self.widths or self.widths[-1] != self.max_length:
             raise ValueError(f"engine.widths {self.widths} must rise and end at engine.max_length {self.max_length}")
         return self
@@ -254,11 +150,11 @@ class AlgorithmConfig(Table):
         if self.name == "grpo" and self.critic != "none":
             raise ValueError('algorithm.critic is for name = "ppo"; GRPO has no critic: set critic = "none"')
         if self.name == "grpo":
-            _unused(
+            unused(
                 self, "algorithm", "PPO, GRPO gives no credit over time", "gamma", "gae_lambda", "value_coefficient", "value_clip"
             )
         else:
-            _unused(self, "algorithm", "GRPO, PPO has no groups to normalise in", "std_ddof")
+            unused(self, "algorithm", "GRPO, PPO has no groups to normalise in", "std_ddof")
         if self.name == "ppo" and self.critic == "none":
             raise ValueError('algorithm.name = "ppo" needs a critic: set algorithm.critic to "shared" or "separate"')
         if self.name == "grpo" and self.group_size < 2:
@@ -290,7 +186,7 @@ class OptimizerConfig(Table):
     @model_validator(mode="after")
     def _schedule(self) -> OptimizerConfig:
         if self.schedule == "constant":
-            _unused(self, "optimizer", 'schedule = "cosine"', "decay_steps")
+            unused(self, "optimizer", 'schedule = "cosine"', "decay_steps")
         if self.schedule == "cosine" and self.decay_steps <= self.warmup:
             raise ValueError(f"optimizer.decay_steps {self.decay_steps} must exceed optimizer.warmup {self.warmup} for a cosine")
         return self
@@ -388,6 +284,11 @@ class RunConfig(Table):
                 raise ValueError(
                     f"domains.{domain.name}.context.tokens {domain.context.tokens} comes too late: with limits.max_new_tokens "
                     f"and context.summary_tokens it makes {needed}, {where} is {tokens}"
+                )
+            if domain.memory != "off" and self.chat.tools in ("fenced", "answer"):
+                what = f'domains.{domain.name}.memory = "{domain.memory}"'
+                raise ValueError(
+                    f'{what} cannot be used with chat.tools = "{self.chat.tools}", which writes no call of write_note'
                 )
             if self.eval.tasks > domain.heldout_tasks:
                 raise ValueError(

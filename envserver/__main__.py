@@ -16,6 +16,7 @@ from common.config import DomainConfig, RunConfig
 from envserver.admission import build_catalog
 from envserver.domains import load_domain
 from envserver.env import Domain, DomainError
+from envserver.memory import with_memory
 from envserver.server import EnvServer, Settings
 
 log = logging.getLogger("envserver")
@@ -28,13 +29,15 @@ def domain_config(config: RunConfig, name: str) -> DomainConfig:
     raise DomainError(f"domain {name!r} is not in this run's config; it has: {', '.join(d.name for d in config.domains)}")
 
 
-async def serve(domain: Domain, config: DomainConfig, settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def serve(domain: Domain, config: DomainConfig, settings: Settings, run: Path) -> None:
+    """Serve until SIGTERM or SIGINT. Memory comes after admission, which is about the domain alone."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     sizes = {"train": config.train_tasks, "heldout": config.heldout_tasks}
-    server = EnvServer(domain, build_catalog(domain, sizes, config.admission), settings)
+    catalog = build_catalog(domain, sizes, config.admission)
+    domain = with_memory(domain, config, run, {task.id for task in catalog.tasks["train"]})
+    server = EnvServer(domain, catalog, settings)
     await server.start()
     log.info("serving %s on port %d: %d sessions, leases of %.0f s", config.name, server.port, config.capacity, config.lease_s)
     await stop.wait()
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tls=wire.Tls(run.tls.cert, run.tls.key, run.tls.ca),
         )
         domain = load_domain(config.name, config.options, config.instructions)
-        asyncio.run(serve(domain, config, settings))
+        asyncio.run(serve(domain, config, settings, arguments.run))
     except (cli.ConfigError, AddressesError, DomainError, wire.PortBusy, FileNotFoundError) as error:  # the last: files of `tls`
         print("polyturn: error: " + " | ".join(str(error).splitlines()), file=sys.stderr)
         return 2

@@ -61,12 +61,10 @@ class Options(BaseModel):
 class Domain(ABC):
     """A kind of environment and its tasks. Reads its options once, then never changes."""
 
-    name: ClassVar[str]
-    tools: ClassVar[list[Json]]  # OpenAI function schemas
+    name: str
+    tools: list[Json]  # OpenAI function schemas
     template: ClassVar[str] = ""  # instructions; empty: instructions.txt in the domain's folder
     options_model: ClassVar[type[Options]] = Options
-    # What of its history the policy is shown where a run says context.name = "domain": the keys of that table.
-    context: ClassVar[dict[str, Json]] = {"name": "append"}
     has_reference: bool = False
     # Whether reset, step and close may wait or compute for long. False runs them on the server's event loop: right only
     # for pure computation of well under a millisecond, where the hop to a thread would cost more than the work.
@@ -84,6 +82,10 @@ class Domain(ABC):
     @abstractmethod
     def make_env(self) -> Env: ...
 
+    def context(self) -> dict[str, Json]:
+        """What of its history the policy is shown where a run says `context.name = "domain"`: the keys of that table."""
+        return {"name": "append"}
+
     def reference(self, task: Task) -> list[Action]:
         """Actions that score full marks, one per turn; only asked for when `has_reference`."""
         raise NotImplementedError(f"domain {self.name} has no reference solutions")
@@ -98,21 +100,26 @@ class Domain(ABC):
     def _instructions(self, path: str) -> str:
         """The template, with `$name` replaced by the option of that name."""
         if path:
-            text = _read(path, f"domains.{self.name}.instructions")
+            text = read_text(path, f"domains.{self.name}.instructions")
         elif self.template:
             text = self.template
         else:
             folder = Path(sys.modules[type(self).__module__].__file__ or "").parent
-            text = _read(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
-        try:
-            return string.Template(text.strip()).substitute(self.options.model_dump())
-        except (KeyError, ValueError) as error:
-            known = ", ".join(f"${name}" for name in self.options_model.model_fields) or "none"
-            where = path or "instructions.txt"
-            raise DomainError(f"{where}: bad placeholder ({error}); known: {known}; write $$ for a dollar sign") from error
+            text = read_text(str(folder / "instructions.txt"), f"instructions of domain {self.name}")
+        return fill(text, path or "instructions.txt", self.options.model_dump())
 
 
-def _read(path: str, what: str) -> str:
+def fill(text: str, where: str, values: Mapping[str, Any]) -> str:
+    """`text` with `$name` replaced by the value of that name. Raises DomainError."""
+    try:
+        return string.Template(text.strip()).substitute(values)
+    except (KeyError, ValueError) as error:
+        known = ", ".join(f"${name}" for name in values) or "none"
+        raise DomainError(f"{where}: bad placeholder ({error}); known: {known}; write $$ for a dollar sign") from error
+
+
+def read_text(path: str, what: str) -> str:
+    """A file that the configuration names as `what`. Raises DomainError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

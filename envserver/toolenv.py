@@ -11,7 +11,7 @@ import inspect
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
 
@@ -21,6 +21,7 @@ from common.types import Action, Json, Message, Observation, Status, Task, ToolC
 from envserver.env import Env, EnvMisuse
 
 ECHO_LIMIT = 80  # characters of the agent's own words in an error message
+OVER = "Not executed: the episode is over."
 
 _ARGUMENTS = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
@@ -38,15 +39,42 @@ class ToolResult:
     done: bool = False
 
 
-class Tools:
-    """The tools of an environment. A function whose first parameter is `self` gets the environment there."""
+@dataclass(frozen=True)
+class Answer:
+    """What one call comes to."""
 
-    def __init__(self, *functions: Callable[..., ToolResult | str]) -> None:
+    message: Message
+    outcome: ToolOutcome
+    reward: float = 0.0
+    done: bool = False
+
+
+class Tools:
+    """The tools of an environment, or of what it holds: a function whose first parameter is `self` gets that there.
+
+    `beside` names tools that somebody else answers, for the answer to a call of a tool that does not exist.
+    """
+
+    def __init__(self, *functions: Callable[..., ToolResult | str], beside: Sequence[str] = ()) -> None:
         self._tools = {function.__name__: _Tool(function) for function in functions}
-        self.names = ", ".join(self._tools)
+        self.names = ", ".join([*beside, *self._tools])
         self.schemas: list[Json] = [tool.schema for tool in self._tools.values()]
 
-    def call(self, env: ToolEnv, call: ToolCall) -> ToolResult:
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    def answer(self, env: object, call: ToolCall) -> Answer:
+        """Run one call. Everything that the agent did wrong is what it reads."""
+        started = time.perf_counter()
+        try:
+            result, error = self.call(env, call), ""
+        except ToolError as mistake:
+            error = clean(str(mistake))
+            result = ToolResult(f"Error: {error}")
+        outcome = ToolOutcome(clean(call.name), not error, error, time.perf_counter() - started)
+        return Answer(Message("tool", clean(result.text), call.id), outcome, result.reward, result.done)
+
+    def call(self, env: object, call: ToolCall) -> ToolResult:
         """Run one call. Raises ToolError for everything that the agent did wrong."""
         if call.error:
             raise ToolError(call.error)
@@ -90,7 +118,7 @@ class _Tool:
             "function": {"name": function.__name__, "description": description, "parameters": parameters_schema},
         }
 
-    def run(self, env: ToolEnv, arguments: Json) -> Any:
+    def run(self, env: object, arguments: Json) -> Any:
         try:
             values = self.model.model_validate(arguments)
         except ValidationError as error:
@@ -137,7 +165,7 @@ class ToolEnv(Env):
             raise EnvMisuse("reset was called before on this environment; make a new one for each episode")
         text = self.begin(task)
         self._phase = "running"
-        return self._observe((Message("user", _clean(text)),), 0.0, ())
+        return self._observe((Message("user", clean(text)),), 0.0, ())
 
     def step(self, action: Action) -> Observation:
         if self._phase != "running":
@@ -145,32 +173,25 @@ class ToolEnv(Env):
         if not action.tool_calls:
             result = self.no_call(action.text)
             self._phase = "over" if result.done else "running"
-            return self._observe((Message("user", _clean(result.text)),), result.reward, ())
-        messages, outcomes, reward = [], [], 0.0
+            return self._observe((Message("user", clean(result.text)),), result.reward, ())
+        answers: list[Answer] = []
         for call in action.tool_calls:
-            started = time.perf_counter()
-            text, error = "", ""
-            if self._phase == "over":
-                text = error = "Not executed: the episode is over."
-            else:
-                try:
-                    result = self.tools.call(self, call)
-                except ToolError as mistake:
-                    error = _clean(str(mistake))
-                    text = f"Error: {error}"
-                else:
-                    text, reward = _clean(result.text), reward + result.reward
-                    self._phase = "over" if result.done else "running"
-            messages.append(Message("tool", text, call.id))
-            outcomes.append(ToolOutcome(_clean(call.name), not error, error, time.perf_counter() - started))
-        return self._observe(tuple(messages), reward, tuple(outcomes))
+            answers.append(not_executed(call) if self._phase == "over" else self.tools.answer(self, call))
+            self._phase = "over" if answers[-1].done else self._phase
+        reward = sum((answer.reward for answer in answers), 0.0)
+        return self._observe(tuple(answer.message for answer in answers), reward, tuple(answer.outcome for answer in answers))
 
     def _observe(self, messages: tuple[Message, ...], reward: float, outcomes: tuple[ToolOutcome, ...]) -> Observation:
         status = Status.TERMINATED if self._phase == "over" else Status.RUNNING
         return Observation(messages, reward, status, self.metrics(), outcomes, self.state_key())
 
 
-def _clean(text: str) -> str:
+def not_executed(call: ToolCall) -> Answer:
+    """The answer to a call behind the one that ended the episode."""
+    return Answer(Message("tool", OVER, call.id), ToolOutcome(clean(call.name), False, OVER, 0.0))
+
+
+def clean(text: str) -> str:
     """Valid UTF-8: an agent can send half a surrogate pair in a JSON string, and a tool can echo it."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

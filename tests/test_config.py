@@ -96,6 +96,26 @@ TYPOS = {
         "context.observations = 2 is for a named policy",
     ),
     "a combination: evaluation": (MINIMAL, ["--eval.tasks=129"], "eval.tasks 129 exceeds domains.frozenlake.heldout_tasks 128"),
+    "a combination: limits of no memory": (
+        MINIMAL + "memory_notes = 3",
+        [],
+        'domains.frozenlake.memory_notes = 3 is for memory = "rollout" or "task"; leave it out',
+    ),
+    "a combination: memory where one tool can be called": (
+        MINIMAL + 'memory = "task"',
+        ["--chat.template=raw", "--chat.tools=fenced"],
+        'domains.frozenlake.memory = "task" cannot be used with chat.tools = "fenced", which writes no call of write_note',
+    ),
+    "a combination: memory where a call has one text": (
+        MINIMAL + 'memory = "rollout"',
+        ["--chat.tools=answer"],
+        'domains.frozenlake.memory = "rollout" cannot be used with chat.tools = "answer"',
+    ),
+    "a memory that is none": (
+        MINIMAL + 'memory = "on"',
+        [],
+        "domains.0.memory = 'on': Input should be 'off', 'rollout' or 'task'",
+    ),
     "a combination: half of TLS": (MINIMAL, ["--tls.cert=x"], "tls needs cert, key and ca together"),
     "a combination: GRPO with a discount": (MINIMAL, ["--algorithm.gamma=0.99"], "algorithm.gamma = 0.99 is for PPO"),
     "a combination: PPO with groups": (

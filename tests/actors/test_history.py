@@ -16,7 +16,7 @@ from actors.history import ASK, PLACEHOLDER, SUMMED_UP, UNSHOWN, Beginning, Hist
 from actors.tape import Sampled, Tape
 from actors.template import Slots, compile_template
 from actors.toolcalls.turns import TurnParser
-from common.config import ContextConfig
+from common.config_domain import ContextConfig
 from common.record import full_prompt, segments
 from common.types import (
     ContextKind,

@@ -1,7 +1,7 @@
 """context.name = "domain": what the domain wants is checked and written down before anything starts."""
 
 from common.cli import load
-from common.config import ContextConfig
+from common.config_domain import ContextConfig
 from envserver.domains import DOMAINS, Row
 from tests.launch.stage import REPOSITORY
 from tests.launch.test_refusals import refused
@@ -12,7 +12,10 @@ LAKE = DOMAINS["frozenlake"].load({}, "").__class__
 
 def test_a_context_policy_of_the_domain_that_does_not_fit(stage, monkeypatch):
     class Late(LAKE):
-        context, template = {"name": "discard", "tokens": 1000}, "Go."
+        template = "Go."
+
+        def context(self):
+            return {"name": "discard", "tokens": 1000}
 
     monkeypatch.setitem(DOMAINS, "frozenlake", Row(Late))
     refused(
@@ -30,7 +33,10 @@ def test_a_domain_with_a_tool_of_our_own(stage, monkeypatch):
 
 def test_a_context_policy_of_the_domain_stands_in_the_runs_configuration(monkeypatch):
     class Short(LAKE):
-        context, template = {"name": "window", "turns": 2}, "Go."
+        template = "Go."
+
+        def context(self):
+            return {"name": "window", "turns": 2}
 
     monkeypatch.setitem(DOMAINS, "frozenlake", Row(Short))
     config = load(REPOSITORY / "configs" / "tiny.toml", ["--domains.0.context.name=domain"])

@@ -149,6 +149,12 @@ def test_a_task_file_that_cannot_be_read(stage, tasks, says):
     assert not stage.run.exists()
 
 
+def test_words_about_memory_that_cannot_be_read(stage):
+    ended = stage.call_local("--domains.0.memory=task", "--domains.0.memory_instructions=words.txt")
+    refused(stage, ended, "domains.0: domains.frozenlake.memory_instructions: cannot read ", "words.txt: No such file")
+    assert not stage.run.exists()
+
+
 def test_options_that_the_domain_does_not_know(stage):
     refused(stage, stage.call_local("--domains.0.options.sise=4"), "domains.0: domain 'frozenlake': unknown option 'sise'")
     assert not stage.run.exists()
@@ -293,6 +299,13 @@ def test_a_file_of_tasks_is_looked_up_where_the_user_is(stage):
     with contextlib.chdir(stage.folder):
         config = preflight.resolve_paths(load(stage.config, ['--domains.0.options={tasks_file = "tasks.jsonl"}']), [stage.folder])
     assert config.domains[0].options == {"tasks_file": str(stage.folder / "tasks.jsonl")}
+
+
+def test_words_about_memory_are_looked_up_where_the_user_is(stage):
+    (stage.folder / "words.txt").write_text("")
+    overrides = ["--domains.0.memory=rollout", "--domains.0.memory_instructions=words.txt"]
+    config = preflight.resolve_paths(load(stage.config, overrides), [stage.folder])
+    assert config.domains[0].memory_instructions == str(stage.folder / "words.txt")
 
 
 def test_resume_of_a_finished_run(ended_run):

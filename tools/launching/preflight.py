@@ -65,6 +65,7 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
         domain.model_copy(
             update={
                 "instructions": absolute(domain.instructions),
+                "memory_instructions": absolute(domain.memory_instructions),
                 "options": {key: absolute(str(value)) if key == TASKS_FILE else value for key, value in domain.options.items()},
             }
         )
@@ -125,6 +126,7 @@ def _tls_problems(tls: TlsConfig) -> Iterator[str]:
 
 def _domain_problems(config: RunConfig) -> Iterator[str]:
     from envserver.domains import DomainError, check_installed, load_domain
+    from envserver.memory import with_memory
 
     for index, domain in enumerate(config.domains):
         try:
@@ -137,6 +139,7 @@ def _domain_problems(config: RunConfig) -> Iterator[str]:
             continue
         try:
             found = load_domain(domain.name, domain.options, domain.instructions)
+            with_memory(found, domain, Path(), ())
             if TASKS_FILE in domain.options:
                 found.tasks("train", 1)  # reads all of it
         except DomainError as error:
@@ -159,7 +162,7 @@ def with_contexts(config: RunConfig) -> RunConfig:
     plain = config.model_dump()
     for domain in plain["domains"]:
         if domain["context"]["name"] == "domain":
-            domain["context"] = load_domain(domain["name"], domain["options"], domain["instructions"]).context
+            domain["context"] = load_domain(domain["name"], domain["options"], domain["instructions"]).context()
     try:
         return RunConfig.model_validate(plain)
     except ValidationError as error:
