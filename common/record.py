@@ -71,6 +71,12 @@ def chains(steps: tuple[Step, ...]) -> list[list[int]]:
     return out
 
 
+def segment_lengths(trajectory: Trajectory) -> list[int]:
+    """Tokens of each of `segments`, without building them."""
+    lengths, last = sequence_lengths(trajectory.steps), len(trajectory.steps) - 1
+    return [lengths[chain[-1]] + (len(trajectory.tail_ids) if chain[-1] == last else 0) for chain in chains(trajectory.steps)]
+
+
 def segments(trajectory: Trajectory) -> list[Segment]:
     """The rollout's rows. The tail is appended to the segment that holds the last step."""
     last = len(trajectory.steps) - 1

@@ -21,7 +21,8 @@ from flax import nnx
 from common.addresses import Addresses
 from common.config import RunConfig
 from common.files import replace_file
-from common.types import EngineInfo
+from common.record import segment_lengths
+from common.types import EngineInfo, StepKind
 from common.validate import Vocabulary
 from common.vocabulary import sampleable
 from common.wire import Tls
@@ -216,10 +217,13 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     totals.lag_max = max(totals.lag_max, batch.lag_max)
     totals.tokens += batch.live_tokens
     rewards = [rollout.total_reward for rollout in batch.trajectories]
-    lengths = [len(rollout.steps) for rollout in batch.trajectories]
+    turns = [sum(step.kind == StepKind.ACT for step in rollout.steps) for rollout in batch.trajectories]
+    rows = [segment_lengths(rollout) for rollout in batch.trajectories]
     values = metrics | {
         "reward": sum(rewards) / max(1, len(rewards)),
-        "turns": sum(lengths) / max(1, len(lengths)),
+        "turns": sum(turns) / max(1, len(turns)),
+        "segments": sum(map(len, rows)) / max(1, len(rows)),
+        "segment_tokens": sum(map(sum, rows)) / max(1, len(rows)),  # of a rollout: what training on it costs
         "lag_mean": batch.lag_mean,
         "lag_max": batch.lag_max,
         "stale": batch.stale,

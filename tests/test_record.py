@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common import convert
 from common.proto import rl_pb2 as pb
-from common.record import ACTION, full_prompt, segments, sequence
+from common.record import ACTION, full_prompt, segment_lengths, segments, sequence
 from common.types import (
     Action,
     Assignment,
@@ -274,6 +274,7 @@ def test_every_sampled_token_stands_in_exactly_one_segment(record):
 def test_a_segment_is_what_the_engine_saw(record):
     """The ids of a row are the full sequence of its last step, and the tail where the rollout ends."""
     rows = segments(record)
+    assert segment_lengths(record) == [len(row.ids) for row in rows]
     for row in rows:
         last = row.steps[-1]
         whole = sequence(record, last).tolist()

@@ -16,6 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from tools.launching.preflight import resolve_paths  # noqa: E402
 from tools.launching.runs import finished, read_json  # noqa: E402
 
 
-def run(name: str, seed: int, control: bool, base: Path) -> dict[str, Any]:
-    """The summary of one run, started unless it has finished before with the same configuration."""
-    run_name = f"{name}-{'control-' if control else ''}{seed}"
-    overrides = [f"--seed={seed}", f"--name={run_name}", f"--algorithm.zero_advantages={str(control).lower()}"]
+def run(name: str, seed: int, label: str, base: Path, more: Sequence[str]) -> dict[str, Any]:
+    """The summary of one run, started unless it has finished before with the same configuration; `more` overrides it."""
+    run_name = f"{name}-{label}{seed}"
+    overrides = [f"--seed={seed}", f"--name={run_name}", *more]
     wanted = resolve_paths(load(ROOT / "configs" / f"{name}.toml", overrides), [ROOT])
     summary = read_json(base / run_name / "summary.json")
     if not finished(base / run_name, wanted) or summary["config"] != wanted.model_dump():
@@ -69,7 +70,8 @@ def main() -> None:
     for config in args.configs:
         for control in (False, True):
             name = f"{config}{'_control' if control else ''}"
-            summaries = [run(config, seed, control, args.runs.resolve()) for seed in args.seeds]
+            label, more = "control-" if control else "", [f"--algorithm.zero_advantages={str(control).lower()}"]
+            summaries = [run(config, seed, label, args.runs.resolve(), more) for seed in args.seeds]
             commits |= {s["commit"] for s in summaries if "commit" in s}
             warm = [success(s, "warm") for s in summaries]
             rl = [success(s, "rl") for s in summaries]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from common.config_domain import ContextConfig
 from common.types import Action, Status, Task, ToolCall
 from envserver.domains import load_domain
 from envserver.domains.arithmetic import Arithmetic
@@ -46,6 +47,11 @@ class TestTheDomainOfTheReadme(DomainConformance):
         return module.Guess()
 
 
+class TestDrawnLake(DomainConformance):
+    def make_domain(self):
+        return load_domain("frozenlake", {"draw": True})
+
+
 def lake(holes, size=4, seed=0):
     return Task("frozenlake", "t", seed, {"size": size, "holes": holes})
 
@@ -58,6 +64,17 @@ def moves(ways):
 
 def texts(observations):
     return [message.text for observation in observations for message in observation.messages]
+
+
+def test_a_drawn_lake():
+    seen = texts(play(FrozenLake({"draw": True}), lake(["b2", "c4"]), moves("r")))
+    drawn = "\n1 o @ o o\n2 o x o o\n3 o o o o\n4 o o x G\nOpen: left, right."
+    assert seen[1] == f"You are at b1. {drawn}"
+    assert seen[0].startswith("Start a1. Goal d4. Holes: b2, c4. \n1 @ o o o\n")
+
+
+def test_frozenlake_is_shown_with_its_newest_answer():
+    assert ContextConfig(**FrozenLake().context()) == ContextConfig(name="window", turns=1)
 
 
 def test_frozenlake_texts_rewards_and_ends():

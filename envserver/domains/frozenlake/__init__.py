@@ -34,6 +34,7 @@ class LakeOptions(Options):
     hole_probability: float = Field(
         0.14, ge=0, le=0.5, description="of each cell but start and goal, before unsolvable maps are rejected"
     )
+    draw: bool = Field(False, description="each answer draws the whole lake, which makes it long")
     tasks_file: str = Field("", description='JSON lines with payloads {"size": 4, "holes": ["b2"]}, instead of random maps')
 
 
@@ -97,6 +98,9 @@ def _lake(size: int, holes: tuple[Cell, ...]) -> FrozenLakeEnv:
 
 
 class LakeEnv(ToolEnv):
+    def __init__(self, draw: bool = False) -> None:
+        self.draw = draw
+
     def begin(self, task: Task) -> str:
         try:
             size, holes = parse_lake(task.payload)
@@ -121,8 +125,15 @@ class LakeEnv(ToolEnv):
         return cell_name(self.cell)
 
     def _view(self) -> str:
-        """The ways that lead to ice, always in one order."""
-        return f"Open: {', '.join(way for way, cell in neighbours(self.cell, self.size).items() if cell not in self.holes)}."
+        """The ways that lead to ice, always in one order, below the lake where it is drawn."""
+        ways = f"Open: {', '.join(way for way, cell in neighbours(self.cell, self.size).items() if cell not in self.holes)}."
+        return f"{self._drawing()}\n{ways}" if self.draw else ways
+
+    def _drawing(self) -> str:
+        """One line a row: o for ice, x for a hole, G for the goal, @ for the agent."""
+        signs = dict.fromkeys(self.holes, "x") | {(self.size - 1, self.size - 1): "G", self.cell: "@"}
+        rows = (" ".join(signs.get((row, column), "o") for column in range(self.size)) for row in range(self.size))
+        return "\n" + "\n".join(f"{number} {row}" for number, row in enumerate(rows, 1))
 
     def move(self, to: Literal["left", "down", "right", "up"]) -> ToolResult:
         """Go one cell."""
@@ -157,7 +168,11 @@ class FrozenLake(Domain):
         return draw(self.name, split, n, self._random_lake)
 
     def make_env(self) -> LakeEnv:
-        return LakeEnv()
+        return LakeEnv(self.options.draw)
+
+    def context(self) -> dict[str, Json]:
+        """The task and the newest answer say all that there is to know."""
+        return {"name": "window", "turns": 1}
 
     def reference(self, task: Task) -> list[Action]:
         """A shortest path, one move a turn; ties are broken by the task's seed, so that references are diverse."""
