@@ -66,7 +66,7 @@ async def test_001_017_sampled_ids_are_never_rebuilt_from_text(model: Model) -> 
 def test_002_a_turn_with_unequal_arrays_is_refused_whole(model: Model) -> None:
     """Field bug 002."""
     tape = Tape(assignment([], LIMITS))
-    ids = letters(model, "hello")[:3] + [model.chat.end_id]
+    ids = [*letters(model, "hello")[:3], model.chat.end_id]
     turn = model.parser().parse(ids, Finish.STOP, 0)
     opening = model.chat.opening("", "", [Message("user", "he")])
     with pytest.raises(RecordError, match=r"r-1 .*4 action ids, 5 logprobs"):
