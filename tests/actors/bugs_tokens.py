@@ -232,6 +232,14 @@ async def test_018_an_observation_shrinks_and_nothing_else_does(model: Model) ->
             assert len(row(record).ids) <= limit + room
 
 
+async def test_an_id_that_the_tokenizer_does_not_have_fails_its_rollout(model: Model) -> None:
+    """The kind of field bugs 008 and 014: rows of the embedding behind the vocabulary have no text, and are never trained."""
+    stray = model.vocabulary.sampleable
+    record, _ = await sampled(model, [[*model.files.codec.encode_text("he"), stray, model.chat.end_id]], ToolboxDomain())
+    assert (record.status, record.steps) == (Status.FAILED, ())
+    assert f"sampled id {stray}" in record.flags[0]
+
+
 def of_template(record, index: int) -> list[int]:
     step = record.steps[index]
     return step.context_ids[expand_spans(step.context_spans, len(step.context_ids)) == ContextKind.TEMPLATE].tolist()
