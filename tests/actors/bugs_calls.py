@@ -85,6 +85,7 @@ async def test_026_nothing_of_a_turn_that_was_cut_is_run(model: Model, whole: in
     text = model.calls(*[("f", X)] * whole, ("now", "{}"))
     ids = model.files.codec.encode_template(text)
     cut = ids[: ids.index(model.files.codec.encode_template("now")[0])] if whole == 0 else ids[:-3]
+    assert model.parser().parse(cut, Finish.LENGTH, 0).action.tool_calls == ()
     domain = ToolboxDomain()
     record, prompts = await sampled(model, [[*cut, *ids, *ids]], domain, max_new_tokens=len(cut))
     assert (domain.ran, len(prompts), record.status, record.flags) == ([], 1, Status.TRUNCATED, ("length",))

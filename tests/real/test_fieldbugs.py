@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from common.types import ContextKind, Message, expand_spans
 from tests.actors.bugs_calls import *  # noqa: F403
 from tests.actors.bugs_tokens import *  # noqa: F403
@@ -23,6 +25,8 @@ def test_004_what_stands_behind_the_end_token(model: Model) -> None:
     """Field bug 004: the newline of ChatML is there, with the ids that the tokenizer has for the whole of it; Llama has none."""
     bridge = model.chat.bridge(True, [Message("tool", "he")])
     assert model.text(bridge.ids) == BETWEEN[model.name]
+    shown = re.split("<.im_start.>assistant|<.start_header_id.>assistant", BETWEEN[model.name])[0]
+    assert model.text(model.chat.tail(True, [Message("tool", "he")]).ids) == shown
     if model.name != "llama3_1_tools":  # there a token would span the quote and the text
         assert bridge.ids.tolist() == model.files.codec.encode_template(BETWEEN[model.name])
     assert set(expand_spans(bridge.spans, len(bridge)).tolist()) == {ContextKind.TEMPLATE, ContextKind.OBSERVATION}
