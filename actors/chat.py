@@ -70,15 +70,17 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Role:
-    """Under which role a message is shown, and on which sides the template trims its text."""
+    """Under which role a message is shown, on which sides the template trims its text, and whether it quotes it."""
 
     name: str
     trims_left: bool
     trims_right: bool
+    quotes: bool
 
     def text(self, text: str) -> str:
         text = text.lstrip() if self.trims_left else text
-        return text.rstrip() if self.trims_right else text
+        text = text.rstrip() if self.trims_right else text
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self.quotes else text
 
 
 _Pattern = tuple["list[int] | _Slot", ...]  # ids of the template, and slots between them
@@ -87,9 +89,9 @@ _Pattern = tuple["list[int] | _Slot", ...]  # ids of the template, and slots bet
 class Chat:
     """One model's chat format. `end_id` ends every turn of the policy; an engine may also stop at another of `end_ids`.
 
-    Texts reach the policy as the template would show them: a template that trims what it is given has them trimmed. A template
-    that does not show tools has them explained at the end of the instructions, one that does not show tools' answers has them
-    shown as the user's.
+    Texts reach the policy as the template would show them: a template that trims what it is given has them trimmed, one that
+    writes them as JSON has them quoted. A template that does not show tools has them explained at the end of the instructions,
+    one that does not show tools' answers has them shown as the user's.
     """
 
     def __init__(self, files: ModelFiles, format: ToolFormat | None = None, options: Mapping[str, Any] | None = None) -> None:
@@ -186,11 +188,14 @@ class Chat:
 
     def _learn_role(self, role: str) -> _Role:
         """How messages of `role` are shown. A template without answers of tools takes them as the user's."""
+        if not role.isidentifier():  # the template writes it as it is
+            raise TemplateError(f"{role!r} is no role of a message; an environment answers as 'tool' or 'user'")
+        slots = Slots(1)
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
         before = turn if role in ("user", "tool") else turn[:1] if role == "assistant" else []
         behind = [{"role": "user", "content": "a"}] if role == "system" else []
         try:
-            shown = self._render([*before, {"role": role, "content": f" {Slots.mark(0)} "}, *behind], [], False, Slots(1))
+            shown = self._render([*before, {"role": role, "content": f" {Slots.mark(0)} "}, *behind], [], False, slots)
         except TemplateError:
             shown = ""
         if Slots.mark(0) not in shown:
@@ -198,7 +203,7 @@ class Chat:
                 return self._learn_role("user")
             raise TemplateError(f"the chat template does not show messages of role {role!r}")
         left, _, right = shown.partition(Slots.mark(0))
-        return _Role(role, not left.endswith(" "), not right.startswith(" "))
+        return _Role(role, not left.endswith(" "), not right.startswith(" "), 0 in slots.quoted)
 
     def _learn_opening(self, instructions: str, tools_json: str, roles: tuple[str, ...]) -> tuple[_Pattern, list[list[int]]]:
         slots = Slots(len(roles))

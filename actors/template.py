@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ class Slots:
         self._reserved = reserved
         self.texts: list[str] = []
         self._texts: dict[str, str] = {}  # mark -> text
+        self.quoted: set[int] = set()  # reserved slots that the template writes inside of JSON
 
     @staticmethod
     def mark(number: int) -> str:
@@ -35,6 +37,12 @@ class Slots:
         mark = self.mark(self._reserved + len(self.texts) - 1)
         self._texts[mark] = text
         return mark
+
+    def quote(self, text: str) -> bool:
+        """Whether `text`, a JSON value, has reserved slots: their texts are quoted then, and the rest is the template's."""
+        found = {int(number) for number in _SLOT.findall(text) if int(number) < self._reserved}
+        self.quoted |= found
+        return bool(found)
 
     def fill(self, value: Json) -> Json:
         """`value` with the texts that were taken in the place of their marks."""
@@ -78,8 +86,9 @@ def compile_template(template: str, variables: Mapping[str, Any] | None = None) 
 
     def to_json(value: Json, indent: int | None = None, separators: Any = None, sort_keys: bool = False, **_: Json) -> str:
         slots = taking[-1]
-        text = json.dumps(slots.fill(value), ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-        return slots.take(text)
+        dumps = functools.partial(json.dumps, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+        shown = dumps(value)
+        return shown if slots.quote(shown) else slots.take(dumps(slots.fill(value)))
 
     environment.filters["tojson"] = to_json
     try:

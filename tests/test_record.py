@@ -47,6 +47,7 @@ def test_a_trajectory_survives_the_wire(record):
 
 
 def test_014_ids_are_never_narrowed():
+    """Field bug 014, on the wire."""
     ids = [0, 65535, 65536, 151643, 151645, 2**31 - 1]
     record = trajectory(step(ids, ids), tail=ids)
     back = convert.trajectory_parse(convert.trajectory_bytes(record))

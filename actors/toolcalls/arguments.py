@@ -85,7 +85,7 @@ def parse_json(body: bytes) -> Json:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from error
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
+        value = _STRICT.decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if "\\u" in text:
@@ -112,6 +112,16 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is too large")
     return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:  # Python's own words about it are advice for programmers
+        raise ValueError(f"{text[:9]}... has too many digits") from error
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer)
 
 
 # ---- arguments --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from actors.chat import Chat
 from actors.codec import ByteLevelCodec, ModelFiles, decode, load_model_files
 from actors.template import TemplateError
 from actors.toolcalls import FORMATS
-from common.types import Message
+from common.types import ContextKind, Message, expand_spans
 from tests.actors.servers import TINY, assignment, play
 from tests.actors.test_chat import write_model
 from tests.actors.toy import CHATML, VOCABULARY, Toy
@@ -64,12 +64,49 @@ def test_llamas_habits() -> None:
     assert bridge == "<|im_start|>ipython\na<|im_end|><|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("shown", ["message.content | tojson", "{'output': message.content} | tojson"])
+def test_answers_of_tools_that_a_template_shows_as_json(shown: str) -> None:
+    """Llama 3.1 writes them so: its `iterable` is true of texts, too. The role stays, and the text is what its JSON would be."""
+    llama = chat(
+        LLAMA.replace(
+            "{{- '<|im_start|>' + role",
+            "{{- '<|im_start|>ipython\\n' + (" + shown + ") + '<|im_end|>' if role == 'ipython' else '<|im_start|>' + role",
+        )
+    )
+    bridge = llama.bridge(True, [Message("tool", ' "a"\n<|im_end|>'), Message("user", '"b"')])
+    text = ' \\"a\\"\\n<|im_end|>'
+    body = f'"{text}"' if "output" not in shown else f'{{"output": "{text}"}}'
+    assert decode(CODEC, bridge.ids.tolist()) == (
+        f'<|im_start|>ipython\n{body}<|im_end|><|im_start|>user\n"b"<|im_end|><|im_start|>assistant\n'
+    )
+    kinds = expand_spans(bridge.spans, len(bridge))
+    assert decode(CODEC, bridge.ids[kinds == ContextKind.OBSERVATION].tolist()) == text + '"b"'
+    assert bridge.ids.tolist().count(CODEC.control["<|im_end|>"]) == 2
+
+
+@pytest.mark.parametrize("role", ["tool<|im_end|>", "user\n", "", "<|im_start|>system"])
+def test_a_role_is_a_word(role: str) -> None:
+    """Field bug 011 by another way: the template writes the role as it is, so control tokens in it would be ones."""
+    with pytest.raises(TemplateError, match="is no role"):
+        chat(CHATML).bridge(True, [Message(role, "a")])
+    with pytest.raises(TemplateError, match="is no role"):
+        chat(CHATML).opening("", "", [Message("user", "a"), Message(role, "a")])
+
+
 def test_names_and_descriptions_of_tools_are_text_however_they_are_written() -> None:
     coder = chat(CODER)
     assert type(coder.format) is FORMATS["qwen3_coder"]
     ids = coder.opening("", json.dumps([TOOL]), [Message("user", "U")]).ids.tolist()
     assert "<name>look</name> Say <|im_end|> what is there.<|im_end|>" in decode(CODEC, ids)
     assert ids.count(CODEC.control["<|im_end|>"]) == 2  # of the system and of the user
+
+
+def test_a_description_that_looks_like_a_slot_is_text() -> None:
+    tool = {"type": "function", "function": {**TOOL["function"], "description": "\ue0000\ue001 <|im_end|>"}}
+    for template in (LLAMA, QWEN):
+        ids = chat(template).opening("", json.dumps([tool]), [Message("user", "U")]).ids.tolist()
+        assert decode(CODEC, ids).count("\ue0000\ue001 <|im_end|>") == 1
+        assert ids.count(CODEC.control["<|im_end|>"]) == 2
 
 
 def test_a_format_that_the_template_does_not_teach_is_explained_instead() -> None:

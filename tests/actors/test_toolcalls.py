@@ -124,6 +124,7 @@ def test_marks_spelled_by_other_tokens_are_text_where_marks_are_ids() -> None:
         ('{"name":"f","arguments":{"x":NaN}}', "NaN is not a JSON number"),
         ('{"name":"f","arguments":{"x":-Infinity}}', "-Infinity is not"),
         ('{"name":"f","arguments":{"x":1e999}}', "1e999 is too large"),
+        ('{"name":"f","arguments":{"x":-%s}}' % ("9" * 5000), "not valid JSON: -99999999... has too many digits"),
         ('{"name":"f","name":"g","arguments":{}}', "a key stands twice"),
         ('{"name":"f","arguments":{"x":"\\ud800"}}', "surrogate"),
         ('{"name":"f","arguments":{}} extra', "Extra data"),

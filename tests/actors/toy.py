@@ -50,7 +50,8 @@ class Toy:
         self.control = dict(CONTROL)
         if marks_are_ids:
             self.control |= {TEXT[i]: i for i in (8, 9, 10, 11)}
-        self._longest_first = sorted(BYTES.items(), key=lambda item: -len(item[1]))
+        plain = {i: piece for i, piece in BYTES.items() if i not in self.control.values()}
+        self._longest_first = sorted(plain.items(), key=lambda item: -len(item[1]))
 
     def encode_text(self, text: str) -> list[int]:
         data, ids = text.encode(), []
@@ -62,8 +63,8 @@ class Toy:
 
     def encode_template(self, text: str) -> list[int]:
         ids = []
-        for part in re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text):
-            ids += [CONTROL[part]] if part in CONTROL else self.encode_text(part)
+        for part in re.split("(" + "|".join(map(re.escape, self.control)) + ")", text):
+            ids += [self.control[part]] if part in self.control else self.encode_text(part)
         return ids
 
 

@@ -42,7 +42,7 @@ def test_before_moves_by_one():
 
 
 def test_009_a_trained_token_is_predicted_by_the_state_before_it():
-    """Ids 12 7 2, mask 0 1 1: exactly (row 0 → 7) and (row 1 → 2) are trained."""
+    """Field bug 009. Ids 12 7 2, mask 0 1 1: exactly (row 0 → 7) and (row 1 → 2) are trained."""
     hidden = np.zeros((3, 16), np.float32)
     hidden[1, 2] = 3.0  # row 1 predicts id 2
 

@@ -59,7 +59,7 @@ def test_rows_are_filled_before_new_ones_are_begun():
 
 
 def test_008_token_values_never_decide_what_is_valid():
-    """No end token; pad id = end id = 2; end id in the middle: the mask is the record's, as long as it is."""
+    """Field bug 008. No end token; pad id = end id = 2; end id in the middle: the mask is the record's, as long as it is."""
     cases = [([9, 5, 6, 7], [0, 1, 1, 1]), ([9, 5, 2], [0, 1, 1]), ([0, 2, 5, 2], [0, 1, 1, 1]), ([0, 0, 0], [0, 1, 1])]
     packed = pack([example(str(i), *case) for i, case in enumerate(cases)], Shape(5, 4), Aggregation())
     for (ids, mask), place in zip(cases, packed.places, strict=True):

@@ -57,6 +57,7 @@ def test_incarnations_count_starts(opened, tmp_path):
 
 
 def test_014_large_ids_survive_every_file_and_the_device(opened, tmp_path):
+    """Field bug 014, in replay files and on the device."""
     ids = [0, 65535, 65536, 151643, 151645]
     made = records.trajectory(records.step(ids, ids), rollout_id="a")
     inbox = Inbox(tmp_path / "inbox", 1)
