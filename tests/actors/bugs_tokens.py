@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from actors.chat import Chat
-from actors.rollout import Sampled, Tape
+from actors.history import Prompt
+from actors.tape import Sampled, Tape
 from actors.toolcalls import FORMATS
 from common.convert import trajectory_bytes, trajectory_parse
 from common.types import ContextKind, Finish, Message, Status, expand_spans
@@ -70,8 +71,8 @@ def test_002_a_turn_with_unequal_arrays_is_refused_whole(model: Model) -> None:
     turn = model.parser().parse(ids, Finish.STOP, 0)
     opening = model.chat.opening("", "", [Message("user", "he")])
     with pytest.raises(RecordError, match=r"r-1 .*4 action ids, 5 logprobs"):
-        tape.append(opening, Sampled(ids, [-0.5] * 5, [], Finish.STOP), turn, {})
-    assert (tape.steps, len(tape.ids)) == ([], 0)
+        tape.append(Prompt(opening.ids, -1, 0, opening), Sampled(ids, [-0.5] * 5, [], Finish.STOP), turn, {})
+    assert (tape.steps, tape.counts["turns"]) == ([], 0)
     whole = row(recorded([opening], [ids], model))
     assert len(whole.ids) == len(whole.mask) == len(whole.logprobs) == len(whole.versions)
 

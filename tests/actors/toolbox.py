@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actors.agents import Wait
 from actors.chat import Chat, Context
 from actors.codec import ModelFiles, decode
 from actors.conversation import Conversation
-from actors.rollout import Sampled, Tape, Wait, run_rollout
+from actors.history import Prompt
+from actors.rollout import run_rollout
+from actors.tape import Sampled, Tape
 from actors.toolcalls.formats import Llama3
 from actors.toolcalls.turns import TurnParser
 from common.record import Segment, segments
@@ -129,10 +132,12 @@ def recorded(
     contexts: Sequence[Context], turns: Sequence[Sequence[int]], model: Model, tail: Context | None = None
 ) -> Trajectory:
     """The record of `turns` behind `contexts`, without an engine and an environment."""
-    tape = Tape(assignment([], LIMITS))
+    tape, length = Tape(assignment([], LIMITS)), 0
     for index, (context, ids) in enumerate(zip(contexts, turns, strict=True)):
         turn = model.parser().parse(ids, Finish.STOP, index)
-        tape.append(context, Sampled(list(ids), [-0.5] * len(ids), [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+        prompt = Prompt(context.ids, index - 1, length, context)
+        tape.append(prompt, Sampled(list(ids), [-0.5] * len(ids), [VersionRun(0, 1, "e", "main")], Finish.STOP), turn, {})
+        length += len(context) + len(ids)
     tape.end(Status.TERMINATED, **({"tail": tail} if tail else {}))
     record = tape.trajectory(model.vocabulary)
     assert record.status == Status.TERMINATED, record.flags

@@ -124,7 +124,7 @@ def test_unknown_domain_and_missing_extra_are_one_line_with_the_fix():
     ("options", "words"),
     [
         ({"siz": 4}, "domain 'frozenlake': unknown option 'siz'; did you mean 'size'?"),
-        ({"colour": 4}, "unknown option 'colour'; known options: size, hole_probability, tasks_file"),
+        ({"colour": 4}, "unknown option 'colour'; known options: size, hole_probability, draw, tasks_file"),
         ({"size": 40}, "option size = 40: Input should be less than or equal to 9"),
         ({"hole_probability": "much"}, "option hole_probability = 'much': "),
     ],
