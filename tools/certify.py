@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # imported when the arguments are known to be right
     from tools.certifying.scores import Learner
     from tools.certifying.spellings import Continued
 
+DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 LEARNED = ("logprobs: temperature 1", "logprobs: temperature 0.7", "non-canonical: continuation")
 ENGINE = ("prefix: sampled turns", "non-canonical: prompt", "stops: stop id", "counts: ids and logprobs", *LEARNED)
 TEXT = ("prefix: scripted turns", "injection: all places", "utf8: streams")
@@ -55,14 +56,13 @@ def certify(args: argparse.Namespace) -> Iterator[Row]:
     from actors.codec import load_model_files
     from actors.conversation import conversation
     from actors.template import TemplateError
-    from common.vocabulary import sampleable
     from tools.certifying import identity
     from tools.certifying.engine import Engine
     from tools.certifying.rows import Row, Verdict, not_run
 
     chat_config, config, engine = chat_of(args.config), read_model(args.model), Engine(args.engine, args.timeout)
     info, server = engine.model_info(), engine.server_info()
-    known = sampleable(args.model)
+    known = known_ids(args.model)
     if known > config.get("vocab_size", 0):
         yield identity.vocabulary(config, known, None)
         yield from not_run((*TEXT, *ENGINE), "the tokenizer is not the model's")
@@ -98,12 +98,13 @@ def _texts(chat: Conversation, files: ModelFiles, chat_config: ChatConfig) -> It
 
 
 class Scoring:
-    """The learner's part, which some models do not have."""
+    """The learner's part, which some models do not have. `likely`: prompts behind which the end token is likely."""
 
     def __init__(self, args: argparse.Namespace, config: dict[str, Any], server: dict[str, Any]) -> None:
-        self.skipped, self._folder, self.rows = args.skip_logprobs, args.model, config["vocab_size"]
-        told = [server.get("dtype"), config.get("torch_dtype"), config.get("dtype")]
-        self._dtype = next((name for name in told if name in ("float32", "bfloat16", "float16")), "bfloat16")
+        self.likely: list[list[int]] = []
+        self._skipped, self._folder, self._rows = args.skip_logprobs, args.model, config["vocab_size"]
+        told = [DTYPES.get(str(value)) for value in (server.get("dtype"), config.get("torch_dtype"), config.get("dtype"))]
+        self._dtype = next(filter(None, told), "bfloat16")
 
     def rows_of(self, chat: Conversation, engine: Engine, continued: list[Continued]) -> Iterator[Row]:
         """Raises Trouble."""
@@ -112,16 +113,17 @@ class Scoring:
         try:
             learner = self._learner()
         except InputError as error:
-            yield from not_run(LEARNED, str(error), required=not self.skipped)
+            yield from not_run(LEARNED, str(error), required=not self._skipped)
             return
         from tools.certifying import scores
 
-        yield from scores.semantics(chat, engine, learner, self.rows)
-        yield scores.continuation(continued, learner, self.rows)
+        yield from scores.semantics(chat, engine, learner, self._rows)
+        yield scores.continuation(continued, learner, self._rows)
+        self.likely = learner.prompts_before(chat.end_id, len(chat.codec.pieces))
 
     def _learner(self) -> Learner:
         """Raises InputError when this model's logprobs cannot be computed here."""
-        if self.skipped:
+        if self._skipped:
             raise InputError("--skip-logprobs")
         from learner.model.spec import ModelError, ModelSpec, read_config
 
@@ -149,7 +151,7 @@ def _engine(chat: Conversation, engine: Engine, limit: int, embedded: bool, scor
         return rows
 
     def ended() -> Iterable[Row]:
-        sampling.end_token(chat, engine)
+        sampling.seek_end(chat, engine, scoring.likely)
         return [sampling.ended(chat, engine)]
 
     yield from guarded("prefix: sampled turns", lambda: [dialogues.sampled(chat, engine, limit)])
@@ -180,12 +182,22 @@ def guarded(check: str, run: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 # ---- input and output ---------------------------------------------------------------------------------------------
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Raises InputError."""
+    if not args.timeout > 0:
+        raise InputError(f"--timeout is {args.timeout:g}; it must be seconds above 0")
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no folder {args.json.resolve().parent}; make it first")
+
+
 def read_model(folder: Path) -> dict[str, Any]:
     """config.json of MODEL. Raises InputError when the directory is no model with a tokenizer."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             what = "has no" if folder.is_dir() else "is no directory, so it has no"
-            raise InputError(f"MODEL {folder} {what} {name}; name a Hugging Face model directory with its tokenizer beside the weights")
+            raise InputError(
+                f"MODEL {folder} {what} {name}; name a Hugging Face model directory with its tokenizer beside the weights"
+            )
     try:
         config = json.loads((folder / "config.json").read_text())
         if isinstance(config, dict) and isinstance(config.get("vocab_size"), int):
@@ -193,6 +205,16 @@ def read_model(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from error
     raise InputError(f"{folder / 'config.json'} has no vocab_size; certify a text-only model's directory")
+
+
+def known_ids(folder: Path) -> int:
+    """One more than the largest id of the tokenizer. Raises InputError."""
+    from common.vocabulary import sampleable
+
+    try:
+        return sampleable(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error!r}; copy it again") from error
 
 
 def chat_of(path: Path | None) -> ChatConfig:
@@ -208,12 +230,13 @@ def main(argv: list[str] | None = None) -> int:
     from actors.codec import CodecError
     from common.cli import ConfigError
     from common.files import replace_file
-    from tools.certifying.engine import Unreachable
+    from tools.certifying.engine import Trouble
     from tools.certifying.rows import Verdict, as_json, table
 
     try:
+        check_options(args)
         rows = list(certify(args))
-    except (InputError, CodecError, ConfigError, Unreachable) as error:
+    except (InputError, CodecError, ConfigError, Trouble) as error:
         print(f"polyturn: error: {error}", file=sys.stderr)
         return 2
     passed, seconds = all(row.holds for row in rows), round(time.monotonic() - begun, 1)

@@ -109,8 +109,8 @@ class Engine:
             if status == 200 and isinstance(answer, dict):
                 return answer
         raise Unreachable(
-            f"--engine {self.url} answers {paths[0]} with HTTP {status}: {_message(answer)}; give the address of an SGLang server or"
-            " of an embedded engine itself, not of a router"
+            f"--engine {self.url} answers {paths[0]} with HTTP {status}: {_message(answer)}; give the address of an SGLang server"
+            " or of an embedded engine itself, not of a router"
         )
 
     def generate(self, ask: Ask) -> Sample:
@@ -152,7 +152,9 @@ class Engine:
             response = connection.getresponse()
             raw = response.read()
         except TimeoutError as error:
-            raise Unreachable(f"--engine {self.url} did not answer {path} within {min(left, CALL_S):.0f} s; is it paused?") from error
+            raise Unreachable(
+                f"--engine {self.url} did not answer {path} within {min(left, CALL_S):.0f} s; is it paused?"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             told = f"{type(error).__name__} {error}".rstrip()
             raise Unreachable(f"--engine {self.url} cannot be reached ({told}); start it, or name another address") from error

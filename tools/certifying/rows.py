@@ -37,8 +37,9 @@ def judged(check: str, problems: Sequence[str], evidence: str) -> Row:
     """FAIL when there are problems, else pass."""
     if not problems:
         return Row(check, Verdict.PASS, evidence)
-    more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
-    return Row(check, Verdict.FAIL, evidence, "; ".join(problems[:SHOWN]) + more)
+    different = list(dict.fromkeys(problems))
+    more = f" (and {len(different) - SHOWN} more)" if len(different) > SHOWN else ""
+    return Row(check, Verdict.FAIL, evidence, "; ".join(different[:SHOWN]) + more)
 
 
 def not_run(checks: Iterable[str], reason: str, required: bool = True) -> list[Row]:

@@ -12,6 +12,7 @@ from tools.certifying.engine import Ask, Engine, Sample
 from tools.certifying.rows import Row, Verdict, judged, not_run
 
 TOKENS = 16
+ANSWER = 48  # tokens in which a trained model has answered
 CUT = 6  # max_new_tokens where a length stop is wanted
 
 
@@ -52,16 +53,22 @@ def end_problems(sample: Sample, chat: Conversation, *more: int) -> list[str]:
     return problems
 
 
-def end_token(chat: Conversation, engine: Engine) -> None:
-    """Ask where the model's own end token is likely: behind a turn that has repeated it. `ended` looks at the answers."""
-    prompt = [*opening(chat, DIALOGUES[0]), *[chat.end_id] * 4]
-    engine.generate_all([Ask(prompt, CUT, temperature, stops(chat), 400) for temperature in (0.0, 1.0, 0.5, 0.2)])
+def seek_end(chat: Conversation, engine: Engine, likely: Sequence[list[int]]) -> None:
+    """Ask where the model's own end token is likely: at the end of an answer, behind a turn that repeats it, and behind the
+    prompts in `likely`. `ended` looks at all answers."""
+    prompt, ends = opening(chat, DIALOGUES[0]), stops(chat)
+    asks = [Ask(prompt, ANSWER, temperature, ends, 400) for temperature in (0.0, 1.0)]
+    for start in ([*prompt, *[chat.end_id] * 4], *likely):
+        asks += [Ask(start, CUT, temperature, ends, 401) for temperature in (0.0, 0.2, 1.0)]
+    engine.generate_all(asks)
 
 
 def ended(chat: Conversation, engine: Engine) -> Row:
     """Every sample so far that met the model's own end token."""
     check, problems, seen, tokens = "stops: end token", [], [], 0
     for sample in engine.samples:
+        if not chat.end_ids.issuperset(sample.ask.stops):
+            continue  # asked for a stop id, and looked at there
         tokens += len(sample.ids)
         problems += end_problems(sample, chat)
         if sample.finish.get("type") == "stop" and sample.finish.get("matched") in chat.end_ids:
@@ -69,7 +76,9 @@ def ended(chat: Conversation, engine: Engine) -> Row:
     if not seen and not problems:
         reason = f"none of {sorted(chat.end_ids)} was sampled among {tokens} tokens; see the stop id"
         return not_run([check], reason, required=False)[0]
-    return judged(check, problems, f"{len(seen)} of {len(engine.samples)} samples ended there, as their last id: {', '.join(seen[:3])}")
+    return judged(
+        check, problems, f"{len(seen)} of {len(engine.samples)} samples ended there, as their last id: {', '.join(seen[:3])}"
+    )
 
 
 def lengths(chat: Conversation, engine: Engine) -> Iterator[Row]:
@@ -79,7 +88,9 @@ def lengths(chat: Conversation, engine: Engine) -> Iterator[Row]:
         samples = engine.generate_all([Ask(prompt, count, 1.0, stops(chat), 500 + n) for n in range(6)])
         cut = [sample for sample in samples if sample.finish.get("type") == "length"]
         problems = [problem for sample in samples for problem in end_problems(sample, chat)]
-        problems += [f"finish length says {s.finish['length']}, asked {count}" for s in cut if s.finish.get("length", count) != count]
+        problems += [
+            f"finish length says {s.finish['length']}, asked {count}" for s in cut if s.finish.get("length", count) != count
+        ]
         if count > 1:
             problems += [f"an end token in a cut turn: {s.ids}" for s in cut if chat.end_ids & set(s.ids[:-1])]
         if not cut and not problems:
@@ -105,8 +116,12 @@ def counts(chat: Conversation, engine: Engine) -> Iterator[Row]:
             problems.append(f"{len(sample.ask.prompt)} ids sent, prompt_tokens says {sample.meta.get('prompt_tokens')}")
         bad = [x for x in sample.logprobs if not math.isfinite(x) or x > LOGPROB_SLACK]
         problems += [f"{bad[0]} is no logprob"] if bad else []
-    evidence = f"{len(engine.samples)} samples, {tokens} ids: as many ids, logprobs and completion_tokens; prompts counted as sent"
-    yield judged("counts: ids and logprobs", problems, evidence if not problems else f"{len(engine.samples)} samples, {tokens} ids")
+    evidence = (
+        f"{len(engine.samples)} samples, {tokens} ids: as many ids, logprobs and completion_tokens; prompts counted as sent"
+    )
+    yield judged(
+        "counts: ids and logprobs", problems, evidence if not problems else f"{len(engine.samples)} samples, {tokens} ids"
+    )
     yield _known(chat, engine.samples)
 
 
@@ -135,12 +150,14 @@ def versions(engine: Engine, embedded: bool) -> Row:
     for sample in engine.samples:
         at = 0
         for run in sample.meta["weight_versions"]:
-            labels.add(str(run.get("version")))
-            if run.get("start") != at or run.get("end", -1) < at:
+            if not isinstance(run, dict) or run.get("start") != at or run.get("end", -1) < at:
                 break
+            labels.add(str(run.get("version")))
             at = run["end"]
         if at != len(sample.ids):
             problems.append(f"weight_versions {sample.meta['weight_versions']} do not cover {len(sample.ids)} ids")
     told = ", ".join(sorted(labels))
-    plain = "" if all(label.isdigit() for label in labels) else "; 'default' until the learner publishes: actors wait for a number"
+    plain = (
+        "" if all(label.isdigit() for label in labels) else "; 'default' until the learner publishes: actors wait for a number"
+    )
     return judged(check, problems, f"{len(engine.samples)} samples, each covered; version {told}{plain}")

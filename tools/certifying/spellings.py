@@ -14,7 +14,7 @@ from tools.certifying.engine import Ask, Engine, Refused, Sample, input_ids
 from tools.certifying.rows import Row, Verdict, judged, quoted
 
 WORDS = (" hello", " world", " answer", " because", " number", " there", " the", " you", "hello", "answer", "the")
-COUNT, TOKENS = 4, 12
+COUNT, TOKENS = 4, 8
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Continued:
 
 
 def prompts(chat: Conversation) -> tuple[list[Spelling], list[int], list[int]]:
-    """The spellings, a prompt with a turn made of them as sampled, and the same as if text had been between."""
+    """The spellings, a prompt with a turn made of them as sampled, and what a program makes of it that keeps text."""
     found = spellings(chat.codec)[:COUNT]
     begin, end = opening(chat, DIALOGUES[0]), [chat.end_id, *chat.bridge(True, [Message("user", "Go on.")]).ids.tolist()]
-    other, usual = ([i for each in kind for i in each] for kind in ([s.other for s in found], [s.usual for s in found]))
-    return found, [*begin, *other, *end], [*begin, *usual, *end]
+    sent = [*begin, *(i for each in found for i in each.other), *end]
+    return found, sent, _again(chat.codec, sent)
 
 
 def accepted(chat: Conversation, engine: Engine) -> tuple[list[Row], list[Continued]]:
@@ -65,7 +65,9 @@ def accepted(chat: Conversation, engine: Engine) -> tuple[list[Row], list[Contin
     asks = [Ask(sent, TOKENS, stops=stops(chat), seed=200 + n) for n in range(4)]
     samples = engine.generate_all(asks)
     counts = sorted({str(sample.meta.get("prompt_tokens")) for sample in samples})
-    evidence = f"{shown}, ...: {len(sent)} ids sent, the engine counts {', '.join(counts)}; encoded again they would be {len(usual)}"
+    evidence = (
+        f"{shown}, ...: {len(sent)} ids sent, the engine counts {', '.join(counts)}; encoded again they would be {len(usual)}"
+    )
     problems = [] if counts == [str(len(sent))] else [f"{len(sent)} ids were sent, the engine counts {', '.join(counts)}"]
     return [judged(check, problems, evidence), _echo(engine, sent)], [Continued(sample, usual) for sample in samples]
 
@@ -92,7 +94,9 @@ def kept(codec: Codec, engine: Engine) -> Iterator[Row]:
     if unusual:
         ids = unusual[0].ids[:6]
         shown = f"; for instance {ids} {quoted(decode(codec, ids), 30)}, encoded again {_again(codec, ids)}"
-    evidence = f"{len(unusual)} of {len(samples)} samples are not what the tokenizer makes of their text{shown}; records keep the ids"
+    evidence = (
+        f"{len(unusual)} of {len(samples)} samples are not what the tokenizer makes of their text{shown}; records keep the ids"
+    )
     yield Row("non-canonical: samples", Verdict.INFO, evidence)
 
 

@@ -8,16 +8,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from actors.chat import Context
-from actors.codec import END_THINK, THINK, decode
+from actors.codec import END_THINK, THINK, CodecError, decode
 from actors.conversation import Conversation
 from actors.decoding import TextStream
 from actors.toolcalls.arguments import Schemas
 from actors.toolcalls.turns import TurnParser
 from common.types import Action, ContextKind, Finish, Message, ToolCall, expand_spans
 from tools.certifying.dialogues import TOOL
-from tools.certifying.rows import Row, judged, quoted
+from tools.certifying.rows import Row, Verdict, judged, not_run, quoted
 
 CHARACTERS = "é 🙂 中文 नमस्ते 👩‍🚀 \u0301"
+LOST = "\ufffd"  # what stands for a character that a vocabulary cannot spell
+OPTIONAL = ("instructions", "tool name", "tool description")  # a raw prompt may leave them out
 TEXTS = (ContextKind.TASK, ContextKind.OBSERVATION)
 
 
@@ -41,11 +43,18 @@ def injection(chat: Conversation) -> Iterator[Row]:
         "last observation": lambda words: chat.tail(True, [Message("user", words)]),
     }
     for place, fill in places.items():
-        problems, evidence = _stays_text(chat, fill(text), fill("x"), text)
-        for name in chat.codec.control:  # each alone, too
-            more, _ = _stays_text(chat, fill(f"a{name}b"), fill("x"), f"a{name}b")
-            problems += more
-        yield judged(f"injection: {place}", problems, evidence)
+        check, texts = f"injection: {place}", [text, *(f"a{name}b" for name in chat.codec.control)]  # together, and each alone
+        if "@@" not in decode(chat.codec, part(fill("@@"), TEXTS)):
+            yield Row(check, Verdict.NOT_RUN, reason="this layout does not show it", required=place not in OPTIONAL)
+            continue
+        problems, evidence = [], ""
+        for words in texts:
+            try:
+                found, told = _stays_text(chat, fill(words), fill("x"), words)
+            except CodecError as error:
+                found, told = [str(error)], ""
+            problems, evidence = problems + found, evidence or told
+        yield judged(check, problems, evidence)
 
 
 def _tool(name: str, description: str) -> str:
@@ -59,9 +68,8 @@ def _stays_text(chat: Conversation, context: Context, plain: Context, text: str)
     made = [i for i in inside if i in control]
     if made:
         problems.append(f"{quoted(text, 40)} became control ids {made[:6]}")
-    wanted, shown = codec.spell(text) if hasattr(codec, "spell") else text, decode(codec, inside)  # pyright: ignore
-    count = max(shown.count(wanted), shown.count(json.dumps(wanted, ensure_ascii=False)[1:-1]))
-    if not count:
+    shown = decode(codec, inside)
+    if text not in shown and json.dumps(text, ensure_ascii=False)[1:-1] not in shown:
         problems.append(f"{quoted(text, 40)} reads as {quoted(shown, 80)}")
     around = [part(each, (ContextKind.TEMPLATE,)) for each in (context, plain)]
     if around[0] != around[1]:
@@ -97,7 +105,7 @@ def parser(chat: Conversation) -> Row:
     inside = closed.parse([*codec.encode_text(f"still {END_THINK} x"), chat.end_id], Finish.STOP, 0, schemas)
     if END_THINK in codec.control and not inside.problems:
         problems.append(f"{END_THINK} spelled by ordinary tokens closed a reasoning")
-    told = f"its own call is read; delimit by id alone: {' '.join(marks) or 'none'}"
+    told = f"its own call is read; delimit by id alone: {', '.join(f'{mark} {codec.control[mark]}' for mark in marks) or 'none'}"
     told += f"; have no id, so that their spelling delimits in a sampled turn: {' '.join(spelled)}" if spelled else ""
     return judged("injection: parser", problems, f"{told}; texts of others never reach the parser")
 
@@ -107,7 +115,10 @@ def parser(chat: Conversation) -> Row:
 
 def utf8(chat: Conversation) -> Iterator[Row]:
     """Every character spelled byte by byte, as a policy may."""
-    codec, problems = chat.codec, []
+    codec = chat.codec
+    problems = [
+        f"{c!r} reads as {shown!r}" for c in CHARACTERS if (shown := decode(codec, codec.encode_text(c))) not in (c, LOST)
+    ]
     single = {piece: i for i, piece in enumerate(codec.pieces) if len(piece) == 1 and i not in codec.control.values()}
     text = "".join(c for c in CHARACTERS if all(bytes([byte]) in single for byte in c.encode()))
     ids = [single[bytes([byte])] for byte in text.encode()]
@@ -116,10 +127,13 @@ def utf8(chat: Conversation) -> Iterator[Row]:
             problems.append(f"{end} ids stream as {streamed!r}, decoded whole they are {decode(codec, ids[:end])!r}")
     if decode(codec, ids) != text:
         problems.append(f"{text!r} decodes as {decode(codec, ids)!r}")
-    split = sum(len(c.encode()) > 1 for c in text)
-    yield judged("utf8: streams", problems, f"{text!r}: {split} characters over {len(ids)} single-byte ids, cut at each place")
-    yield _turn_border(chat, ids)
-    yield _argument(chat, single)
+    split = sum(c in text for c in "🙂é中")
+    yield judged("utf8: streams", problems, f"{text!r}: characters over {len(ids)} single-byte ids, cut at each place")
+    if split:
+        yield _turn_border(chat, ids)
+        yield _argument(chat, single)
+    else:
+        yield from not_run(("utf8: turn borders", "utf8: tool argument"), "no character can be spelled byte by byte")
 
 
 def _streamed(chat: Conversation, ids: Sequence[int]) -> str:
@@ -144,7 +158,7 @@ def _turn_border(chat: Conversation, ids: list[int]) -> Row:
 def _argument(chat: Conversation, single: dict[bytes, int]) -> Row:
     """A tool's argument whose character is cut over tokens."""
     reader = TurnParser(chat.codec, chat.end_id, False, chat.format, chat.end_ids)
-    emoji = "🙂" if all(bytes([byte]) in single for byte in "🙂".encode()) else "x"
+    emoji = next(c for c in "🙂é中" if all(bytes([byte]) in single for byte in c.encode()))
     ids = reader.encode(Action("", (ToolCall("", "look", {"at": "@"}),)))
     place = next((n for n, i in enumerate(ids) if b"@" in chat.codec.pieces[i]), -1)
     before, after = chat.codec.pieces[ids[place]].split(b"@")
