@@ -79,6 +79,7 @@ def test_an_engine_that_falls_silent_takes_no_longer_than_allowed(model, engine,
     assert found.status == 1
     assert time.monotonic() - begun < 10
     assert found.rows["stops: stop id"]["reason"] == "the time of --timeout is over"
+    assert found.rows["stops: stop id"]["verdict"] == "not run"
     assert found.rows["stops: stop id"]["required"]
 
 
