@@ -1,0 +1,243 @@
+"""Does each prompt begin with the one before and what was sampled, and is its text the template's own?
+
+Scripted turns are compared with what the chat template renders of the same dialogue. Many templates rewrite older turns (they
+drop reasoning); from there on the template itself is no reference, which is told and is no failure: append-only prompts differ
+from it on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from actors.chat import Chat
+from actors.codec import END_THINK, THINK, ModelFiles, decode
+from actors.conversation import Conversation
+from actors.template import Slots, TemplateError, compile_template, cut_at_slots
+from actors.toolcalls.turns import TurnParser
+from common.types import Action, Json, Message, ToolCall
+from tools.certifying.engine import Ask, Engine
+from tools.certifying.rows import Row, Verdict, judged, not_run, quoted
+
+INSTRUCTIONS = "Be brief."
+TASK = Message("user", "What is 1+1?")
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look there.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+LIVE_TOKENS = 8  # of one sampled turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy writes, and what it is answered."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    answers: tuple[Message, ...] = (Message("user", "And 2+2?"),)
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    name: str
+    turns: tuple[Turn, ...]
+    tools: tuple[Json, ...] = ()
+
+
+def _call(at: str) -> ToolCall:
+    return ToolCall("", "look", {"at": at})
+
+
+def _told(*texts: str) -> tuple[Message, ...]:
+    return tuple(Message("tool", text) for text in texts)
+
+
+THOUGHT = f"{THINK}\nI add.\n{END_THINK}\n\nIt is 2."
+DIALOGUES = (
+    Dialogue("user turns", (Turn("It is 2."), Turn("It is 4."), Turn("Yes."))),
+    Dialogue(
+        "a tool's answers", (Turn("", (_call("up"),), _told("a wall")), Turn("", (_call("left"),), _told("a door"))), (TOOL,)
+    ),
+    Dialogue("several answers", (Turn("", (_call("up"), _call("left")), _told("a wall", "a door")), Turn("Left.")), (TOOL,)),
+    Dialogue("reasoning", (Turn(THOUGHT), Turn(THOUGHT))),
+    Dialogue("a turn cut by length", (Turn("It is", ended=False), Turn("It is 4."))),
+)
+
+Written = list[tuple[list[int], list[int]]]  # of each turn: its prompt, what was sampled there; the last has a prompt alone
+
+
+def scripted(chat: Conversation, files: ModelFiles, options: dict[str, Any]) -> Iterator[Row]:
+    """A row per dialogue."""
+    for dialogue in DIALOGUES:
+        try:
+            written = _write(chat, dialogue)
+        except ValueError as error:  # a format may know no several calls
+            yield Row(f"prefix: {dialogue.name}", Verdict.NOT_RUN, reason=str(error), required=False)
+            continue
+        problems, lengths = _grows(written), ", ".join(str(len(prompt)) for prompt, _ in written)
+        evidence = f"prompts of {lengths} ids, each begins with the one before and its sample"
+        if isinstance(chat, Chat):
+            found, told = _compare(chat, files, options, dialogue, written)
+            problems, evidence = problems + found, f"{evidence}; {told}"
+        yield judged(f"prefix: {dialogue.name}", problems, evidence)
+
+
+def _write(chat: Conversation, dialogue: Dialogue) -> Written:
+    """Prompts as a rollout makes them, with the dialogue's turns in the place of samples."""
+    parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
+    out: Written = []
+    prompt = opening(chat, dialogue)
+    for turn in dialogue.turns:
+        if turn.calls:
+            ids = parser.encode(Action(turn.text, turn.calls))
+        else:
+            text = turn.text.removeprefix(f"{THINK}\n") if chat.opens_reasoning else turn.text
+            ids = [*chat.codec.encode_template(text), *([chat.end_id] if turn.ended else [])]
+        out.append((prompt, ids))
+        prompt = [*prompt, *ids, *chat.bridge(chat.ended(ids), turn.answers).ids.tolist()]
+    return [*out, (prompt, [])]
+
+
+def opening(chat: Conversation, dialogue: Dialogue) -> list[int]:
+    tools = json.dumps(list(dialogue.tools)) if dialogue.tools else ""
+    return chat.opening(INSTRUCTIONS, tools, [TASK]).ids.tolist()
+
+
+def _grows(written: Written) -> list[str]:
+    return [
+        f"prompt {n + 1} does not begin with prompt {n} and its sample"
+        for n, ((prompt, ids), (following, _)) in enumerate(pairwise(written))
+        if following[: len(prompt) + len(ids)] != [*prompt, *ids]
+    ]
+
+
+# ---- against the template's own rendering -------------------------------------------------------------------------
+
+
+def _compare(
+    chat: Conversation, files: ModelFiles, options: dict[str, Any], dialogue: Dialogue, written: Written
+) -> tuple[list[str], str]:
+    """Problems, and what the comparison saw."""
+    template = _Template(chat, files, options, dialogue, decode(chat.codec, written[0][0]))
+    before: list[str] = []
+    for n, (prompt, _) in enumerate(written):
+        ours = decode(chat.codec, prompt)
+        try:
+            theirs = template.after(written[:n])
+        except TemplateError as error:
+            return [], f"the template does not show this: {error}"
+        if before:
+            said = decode(chat.codec, written[n - 1][1])
+            stable = [text for text in theirs if any(text.startswith(old + said) for old in before)]
+            if not stable:
+                at, old, new = _differ(before[0] + said, theirs[0])
+                return [], f"template not prefix-stable at turn {n + 1}: character {at} was {old} and is now {new}; ours keeps it"
+            theirs = stable
+        if ours not in theirs:
+            at, mine, other = _differ(ours, theirs[0])
+            return [
+                f"prompt {n + 1} is not what the template writes: at character {at} {mine}, the template {other}"
+            ], "see below"
+        before = theirs
+    return [], f"text equals the template's ({len(ours)} characters)"
+
+
+class _Template:
+    """What the chat template itself makes of a dialogue. Tools and roles that it does not show stand where `Chat` puts them: in
+    the instructions, in the user's turn."""
+
+    def __init__(self, chat: Conversation, files: ModelFiles, options: dict[str, Any], dialogue: Dialogue, first: str) -> None:
+        """`first`: the text of the dialogue's first prompt."""
+        self._chat, self._dialogue = chat, dialogue
+        self._compiled = compile_template(files.template, {**files.special_tokens, **options})
+        explained = chat.format.explain(list(dialogue.tools)) if dialogue.tools else ""
+        told = bool(explained) and explained in first
+        self._tools = [] if told else list(dialogue.tools)
+        system = f"{INSTRUCTIONS}\n\n{explained}" if told else INSTRUCTIONS
+        self._start = [{"role": "system", "content": system}, {"role": TASK.role, "content": TASK.text}]
+
+    def after(self, written: Written) -> list[str]:
+        """The prompt after the turns of `written`: with calls as structures, and as the text that was written. Raises
+        TemplateError when it shows neither."""
+        out: list[str] = []
+        for structured in (True, False):
+            messages: list[Any] = list(self._start)
+            for turn, (_, ids) in zip(self._dialogue.turns, written, strict=False):
+                messages.append(_assistant(self._chat, turn, ids, structured))
+                messages += [{"role": self._role(answer), "content": answer.text} for answer in turn.answers]
+            try:
+                out.append(self._text(messages))
+            except TemplateError:
+                if not structured and not out:
+                    raise
+        return list(dict.fromkeys(out))
+
+    def _text(self, messages: list[Any]) -> str:
+        slots = Slots(0)
+        parts = cut_at_slots(self._compiled(messages, self._tools, True, slots))
+        return "".join(slots.texts[part] if isinstance(part, int) else part for part in parts)
+
+    def _role(self, message: Message) -> str:
+        shown = [*self._start, {"role": "assistant", "content": "a"}, {"role": message.role, "content": message.text}]
+        try:
+            return message.role if message.text in self._text(shown) else "user"
+        except TemplateError:
+            return "user"
+
+
+def _assistant(chat: Conversation, turn: Turn, ids: Sequence[int], structured: bool) -> dict[str, Any]:
+    if turn.calls and structured:
+        calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
+        return {"role": "assistant", "content": turn.text, "tool_calls": calls}
+    said = decode(chat.codec, ids[:-1] if chat.ended(ids) else ids)
+    return {"role": "assistant", "content": turn.text if THINK in turn.text else said}
+
+
+def _differ(ours: str, theirs: str) -> tuple[int, str, str]:
+    """Where two texts part, and how each goes on there."""
+    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return at, quoted(ours[at : at + 24]), quoted(theirs[at : at + 24])
+
+
+# ---- with the engine's own samples --------------------------------------------------------------------------------
+
+
+def sampled(chat: Conversation, engine: Engine, limit: int) -> Row:
+    """The same dialogues, each turn sampled: how many ids the engine counts, and how many it had in its cache."""
+    check, problems, turns, cut, prompts, cached = "prefix: sampled turns", [], 0, 0, [], []
+    for number, dialogue in enumerate(DIALOGUES):
+        prompt = opening(chat, dialogue)
+        for turn in dialogue.turns:
+            if len(prompt) + LIVE_TOKENS > limit:
+                break
+            sample = engine.generate(Ask(prompt, LIVE_TOKENS, stops=stops(chat), seed=100 + number))
+            counted = sample.meta.get("prompt_tokens")
+            if counted != len(prompt):
+                problems.append(f"{dialogue.name}, turn {turns + 1}: {len(prompt)} ids were sent, the engine counts {counted}")
+            outside = [i for i in sample.ids if not 0 <= i < len(chat.codec.pieces)]
+            if outside or not sample.ids:
+                problems.append(f"{dialogue.name}: sampled ids {outside} have no token" if outside else "nothing was sampled")
+                break
+            turns, cut = turns + 1, cut + (not chat.ended(sample.ids))
+            prompts.append(len(prompt))
+            cached.append(int(sample.meta.get("cached_tokens") or 0))
+            following = [*prompt, *sample.ids, *chat.bridge(chat.ended(sample.ids), turn.answers).ids.tolist()]
+            problems += _grows([(prompt, sample.ids), (following, [])])
+            prompt = following
+    if not turns:
+        return judged(check, problems, "") if problems else not_run([check], f"every prompt passes {limit} tokens")[0]
+    again = f"{sum(cached)} of {sum(prompts)} prompt ids came from its cache"
+    return judged(check, problems, f"{turns} turns, {cut} without an end token, prompts of up to {max(prompts)} ids; {again}")
+
+
+def stops(chat: Conversation) -> tuple[int, ...]:
+    """Ids at which a turn ends, as actors send them."""
+    return tuple(dict.fromkeys((chat.end_id, *sorted(chat.end_ids))))
