@@ -177,6 +177,8 @@ class Engines:
             raise EngineFault(f"{engine.name}: an answer without {error}: {data[:200]!r}") from error
         if listed != ids:
             raise EngineFault(f"{engine.name}: {len(listed)} output_ids, but {len(ids)} token logprobs, or of other ids")
+        if (counted := meta.get("completion_tokens", len(ids))) != len(ids):  # a parser on the way has eaten some
+            raise EngineFault(f"{engine.name}: completion_tokens is {counted}, with {len(ids)} ids")
         self._check_tokens(engine, ids, logprobs)
         finish = FINISH.get(kind)
         if finish is None or (finish == Finish.STOP and not ids) or len(ids) > request.max_new_tokens:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from actors.decoding import texts
 from common.cli import ConfigError, load
 from common.config import RunConfig
 from common.record import ACTION, Segment, segments
-from common.types import ContextKind, Trajectory
+from common.types import ContextKind, StepKind, Trajectory
 from learner import credit
 from learner.runfolder import TRAJECTORIES, read_trajectories
 from tools.launching.runs import Refusal, find
@@ -43,6 +44,11 @@ STYLES = {
     ContextKind.REPLAY: "green",
     ContextKind.SUMMARY: "magenta",
     ContextKind.NOTICE: "red",
+}
+STEPS = {
+    StepKind.ACT: ("turn", "turns"),
+    StepKind.SUMMARY: ("summary", "summaries"),
+    StepKind.SUBAGENT: ("sub-agent's turn", "turns of sub-agents"),
 }
 NAMES = {ACTION: "sampled"} | {kind: kind.name.lower() for kind in ContextKind}
 
@@ -76,10 +82,12 @@ def advantages(config: RunConfig, rollout: Trajectory, group: list[Trajectory], 
 
 
 def head(rollout: Trajectory, group: list[Trajectory]) -> Iterator[str]:
+    counts = Counter(step.kind for step in rollout.steps)
+    steps = ", ".join(f"{counts[kind]} {many}" for kind, (_, many) in STEPS.items() if counts[kind] or kind == StepKind.ACT)
     flags = f" ({', '.join(rollout.flags)})" if rollout.flags else ""
     yield f"rollout {rollout.rollout_id}, attempt {rollout.attempt}, {rollout.source.name.lower()}"
     yield f"task {rollout.task.domain}/{rollout.task.id}, temperature {rollout.sampling.temperature:g}"
-    yield f"ended {rollout.status.name.lower()}{flags}; return {rollout.total_reward:g}, {len(rollout.steps)} turns"
+    yield f"ended {rollout.status.name.lower()}{flags}; return {rollout.total_reward:g}, {steps}"
     yield f"group {rollout.group_id}: returns {' '.join(f'{other.total_reward:g}' for other in group)}"
     yield "metrics " + ", ".join(f"{name} {value:g}" for name, value in sorted(rollout.metrics.items()))
 
@@ -95,7 +103,7 @@ def flow(rollout: Trajectory, part: Segment, pieces: list[str]) -> Text:
             outcomes = "".join(f", {o.name} {'ok' if o.ok else o.error or 'failed'}" for o in turn.tool_outcomes)
             versions = ", ".join(str(version) for version in sorted({run.version for run in turn.versions}))
             told = f"reward {turn.reward:g}, {turn.finish.name.lower()}, version {versions or '-'}{outcomes}"
-            out.append(f" ⟨turn {step}: {told}⟩", "blue")
+            out.append(f" ⟨{STEPS[turn.kind][0]} {step}: {told}⟩", "blue")
     return out
 
 

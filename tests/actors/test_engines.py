@@ -71,6 +71,7 @@ async def test_an_engine_that_refuses_fails_the_rollout_with_its_message() -> No
         (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None]]), "2 output_ids, but 1 token logprobs"),
         (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None], [-0.5, 5, None]]), "or of other ids"),
         (answer([7, 2], "stop", output_token_logprobs=[[-0.5, 7, None], [None, 2, None]]), "logprob None"),
+        (answer([7, 2], "stop", completion_tokens=3), "completion_tokens is 3, with 2 ids"),
         (answer([7, 360], "stop"), "sampled id 360"),
         (answer([7, 2], "weird"), "finish 'weird'"),
         (answer([], "stop"), "with 0 of at most"),

@@ -3,9 +3,11 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from common.record import segments
+from common.types import StepKind
 from learner.metrics import read_metrics
 from learner.runfolder import read_events, read_trajectories
 from tests.e2e.launched import OUTCOMES, WARM_ROLLOUTS, balanced
@@ -34,6 +36,33 @@ def test_a_whole_run_and_its_evaluation(launched, capsys):
     assert (entry["phase"], entry["mode"], entry["n"], entry["split"]) == ("rl", "sampled", 8, "heldout")
     assert launched.summary() == summary
     assert launched.launch("status")[1].startswith(f"{launched.run} has finished; newest checkpoint: update 6.")
+
+
+def test_a_run_whose_policy_sums_up_what_it_no_longer_sees(launched, capsys):
+    """PPO over rollouts of several segments: every sampled token is in the loss, summaries too, and the engine sampled each
+    from the prompt that the record says."""
+    context = [f"--domains.0.context.{option}" for option in ("name=summary", "tokens=56", "summary_tokens=12", "keep=1")]
+    code, out = launched.launch("local", *context, "--algorithm.name=ppo", "--algorithm.critic=shared", "--warm.updates=60")
+    assert code == 0, out
+    summary, metrics = launched.summary(), read_metrics(launched.run)
+    assert balanced(summary["rollouts"])
+    assert (summary["rollouts"]["failed"], summary["recompilations_after_warmup"]) == (0, 0)
+    assert metrics[0]["gap_max"] < 1e-4
+    files = sorted((launched.run / "trajectories").glob("*.parquet"))
+    rollouts = [[rollout for _, rollout in read_trajectories(path)] for path in files]
+    for line, batch in zip(metrics, rollouts, strict=True):
+        kinds = [Counter(step.kind for step in rollout.steps) for rollout in batch]
+        assert line["segments"] == np.mean([len(segments(rollout)) for rollout in batch])
+        assert line["turns"] == np.mean([count[StepKind.ACT] for count in kinds])
+        assert sum(count[StepKind.SUMMARY] for count in kinds) > 0
+        assert line["stale"] or line["trained_tokens"] == sum(len(step.action_ids) for r in batch for step in r.steps)
+    longest = max(rollouts[-1], key=lambda rollout: len(rollout.steps))
+    capsys.readouterr()
+    assert show.main([str(launched.run), longest.rollout_id]) == 0
+    told = capsys.readouterr().out
+    summaries = sum(step.kind == StepKind.SUMMARY for step in longest.steps)
+    assert told.count("⟨summary ") == summaries > 0
+    assert f"segment 1 of {len(segments(longest))}" in told
 
 
 def check_shown(launched, capsys):
