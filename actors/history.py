@@ -75,7 +75,7 @@ class Rules:
         first, hidden, bare = now.first, now.hidden, now.bare
         if self.name == "window" and turns - first > self.turns + self.slack:
             first = turns - self.turns
-        if self.observations and turns - max(hidden, first) > self.observations + self.slack:
+        if self.observations and turns - hidden > self.observations + self.slack:
             hidden = turns - self.observations
         if (self.reasoning == "drop" and turns - bare > self.slack) or (self.reasoning == "drop_at_user" and by_user):
             bare = turns

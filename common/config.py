@@ -285,6 +285,10 @@ class RunConfig(Table):
                     f"domains.{domain.name}.context.tokens {domain.context.tokens} comes too late: with limits.max_new_tokens "
                     f"and context.summary_tokens it makes {needed}, {where} is {tokens}"
                 )
+            if domain.context.subagent_turns and self.chat.tools in ("fenced", "answer"):
+                what = f"domains.{domain.name}.context.subagent_turns = {domain.context.subagent_turns}"
+                why = "which has no call of delegate or no turn without a call, the sub-agent's answer"
+                raise ValueError(f'{what} cannot be used with chat.tools = "{self.chat.tools}", {why}')
             if domain.memory != "off" and self.chat.tools in ("fenced", "answer"):
                 what = f'domains.{domain.name}.memory = "{domain.memory}"'
                 raise ValueError(

@@ -83,6 +83,11 @@ TYPOS = {
         [f"--domains.0.context.{key}" for key in ("name=summary", "tokens=280", "summary_tokens=9")],
         "context.tokens 280 comes too late: with limits.max_new_tokens and context.summary_tokens it makes 321",
     ),
+    "a context: sub-agents whose turns are all calls": (
+        MINIMAL,
+        ["--domains.0.context.subagent_turns=2", "--chat.tools=answer"],
+        'context.subagent_turns = 2 cannot be used with chat.tools = "answer"',
+    ),
     "a context: slack of nothing": (MINIMAL, ["--domains.0.context.slack=1"], "context.slack = 1 is for turns, observations or"),
     "a context: calls without sub-agents": (MINIMAL, ["--domains.0.context.subagent_calls=2"], "is for subagent_turns"),
     "a context: sub-agents without calls": (

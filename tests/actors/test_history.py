@@ -67,7 +67,7 @@ def test_a_window_moves_when_more_turns_than_it_and_its_slack_are_shown() -> Non
 def test_the_newest_observations_stay() -> None:
     assert [hidden for _, hidden, _ in views(Rules(observations=2), 5)] == [0, 0, 1, 2, 3]
     assert [hidden for _, hidden, _ in views(Rules(observations=2, slack=1), 7)] == [0, 0, 0, 2, 2, 4, 4]
-    # What a window has dropped needs no placeholder, and does not count.
+    # Together with a window: of the turns that it shows, the newest one's.
     assert views(Rules("window", turns=3, observations=1), 5)[-1] == (2, 4, 0)
 
 
