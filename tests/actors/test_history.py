@@ -234,9 +234,11 @@ def test_a_summary_is_shown_as_it_was_sampled_without_its_reasoning() -> None:
     parser = TurnParser(toy_chat(codec=Toy(marks_are_ids=True)).codec, 2)
     history.stored(history.begin(), [7, 2], 0)
     history.turn([7, 2], parser.parse([7, 2], Finish.STOP, 0).spans, [Message("tool", "he")])
+    assert history.answered
     asking = history.ask()
     summary = [8, 7, 9, 4, 5, 6, 5, 2]  # 5 6 is not how "hello" is encoded
     history.stored(asking, summary, 1)
+    assert not history.answered  # so that no tail stands behind a summary
     history.summed_up(summary, parser.parse(summary, Finish.STOP, 1).spans)
     prompt = history.show(View(1))
     assert history.summary == (5, 6, 5)
@@ -244,3 +246,28 @@ def test_a_summary_is_shown_as_it_was_sampled_without_its_reasoning() -> None:
     assert prompt.context.ids[kinds == ContextKind.SUMMARY].tolist() == [5, 6, 5]
     # 11 ids of the system's message, 6 of the user's and <|im_start|>: then the assistant's turn was, where the remark is now.
     assert (prompt.parent, prompt.prefix_len) == (1, 18)
+
+
+def long_answer(rules: Rules, limit: int) -> History:
+    history = History(toy_chat(), rules, TASK, limit)
+    for index, text in enumerate(("he", "x" * 500)):
+        prompt = history.show(history.next_view()) if index else history.begin()
+        history.stored(prompt, [7, 2], index)
+        history.turn([7, 2], TurnParser(toy_chat().codec, 2).parse([7, 2], Finish.STOP, 0).spans, [Message("tool", text)])
+    return history
+
+
+def test_the_newest_answer_is_shortened_to_the_room_that_a_view_leaves() -> None:
+    history = long_answer(Rules("window", turns=1), 150)
+    prompt = history.show(history.next_view())
+    assert (history.view, len(prompt)) == (View(1), 149)  # one token is left for the turn
+    assert prompt.ids[-3:].tolist() == [1, 13, 4]
+
+
+def test_a_summary_has_room_for_its_tokens() -> None:
+    ask = len(toy_chat().codec.encode_text(ASK))
+    history = long_answer(Rules("summary", tokens=10, summary_tokens=40), ask + 150)
+    assert len(history.ask()) == ask + 150 - 40
+    history = long_answer(Rules("summary", tokens=10, summary_tokens=9000), ask + 300)
+    room = ask + 300 - len(history.ids)
+    assert len(history.ask()) == len(history.ids) + room - room // 2  # half of it, where all would not do
