@@ -158,7 +158,7 @@ class Agents:
 
     def _tail(self, history: History) -> Context:
         """The newest answer, where nothing was sampled after the turn that it answers."""
-        return history.tail() if history.last == len(self._tape.steps) - 1 and history.answered else EMPTY
+        return history.tail() if history.last == len(self._tape.steps) - 1 else EMPTY
 
     # ---- what is shown --------------------------------------------------------------------------------------
 

@@ -129,22 +129,16 @@ class History:
         self.summary: tuple[int, ...] = ()
         self.ids, self.last = ids_array([]), -1
         self._turns: list[_Turn] = []
-        self._answered = False
 
     @property
     def tools_json(self) -> str:
         return self._beginning.tools_json
 
-    @property
-    def answered(self) -> bool:
-        """Whether the newest step was a turn whose answer is known, not a summary."""
-        return self._answered
-
     # ---- what happened --------------------------------------------------------------------------------------
 
     def stored(self, prompt: Prompt, ids: Sequence[int], index: int) -> None:
         """Step `index` was sampled from `prompt`."""
-        self.ids, self.last, self._answered = np.concatenate([prompt.ids, ids_array(ids)]), index, False
+        self.ids, self.last = np.concatenate([prompt.ids, ids_array(ids)]), index
 
     def branch(self, caller: History) -> None:
         """This agent begins where `caller` is, and shares with it what their openings have in common."""
@@ -153,7 +147,7 @@ class History:
     def turn(self, ids: Sequence[int], spans: Spans, messages: Sequence[Message]) -> None:
         """The newest step was a turn, and this is the answer to it."""
         kinds = expand_spans(spans, len(ids))
-        ended, self._answered = self._chat.ended(ids), True
+        ended = self._chat.ended(ids)
         self._turns.append(_Turn(ids_array(ids), self._without(ids, kinds, ActionKind.REASONING), ended, tuple(messages)))
 
     def summed_up(self, ids: Sequence[int], spans: Spans) -> None:

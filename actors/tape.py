@@ -108,8 +108,8 @@ class Tape:
         step = self.steps[index]
         self.steps[index] = replace(
             step,
-            reward=step.reward + float(observation.reward),
-            timings={**step.timings, "env": step.timings.get("env", 0.0) + seconds},
+            reward=float(observation.reward),
+            timings={**step.timings, "env": seconds},
             state_key=observation.state_key,
         )
         self.env_steps += 1

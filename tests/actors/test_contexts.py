@@ -226,6 +226,23 @@ async def test_a_summary_of_another_model_is_context(monkeypatch) -> None:
     assert message["content"].startswith(f"hello\n\n[user]\nhe\n\n{turns}\n\nThe conversation is about to be cut.")
 
 
+async def test_another_model_is_told_what_will_not_be_shown_any_more() -> None:
+    """Not the turns that stay, and of what is gone already the summary of it."""
+    endpoint = ChatEndpoint((200, says("(one)")), (200, says("(two)")))
+    async with endpoint.serve() as url:
+        options = {"tokens": 100, "summary_tokens": 40, "summary_url": url, "keep": 1}
+        work = under("summary", ["a" * 60, "b" * 60, "c" * 60, "d"], **options)
+        with FakeEngine(reply=numbered()) as engine:
+            record = await play(work, engine)
+            sane(record, engine, work)
+    told = [body["messages"][0]["content"].partition("\n\nThe conversation")[0] for body, _ in endpoint.calls]
+    task, turn = "hello\n\n[user]\nhe\n\n", "[assistant]\n{}\n\n[tool]\n{}"
+    assert told == [
+        task + turn.format("hello", "a" * 60),
+        task + "(one)\n\n" + turn.format("hellohello", "b" * 60),
+    ]
+
+
 async def test_a_longer_summary_than_allowed_loses_its_middle() -> None:
     endpoint = ChatEndpoint((200, says("x" * 100)))
     async with endpoint.serve() as url:
@@ -366,6 +383,27 @@ async def test_what_a_helper_cannot_do_is_an_answer() -> None:
     assert "Error: the helper came to no answer (turn_limit)" in shown(record, 5)
     assert record.metrics["calls_failed"] == 5
     assert len(domain.actions) == 4
+
+
+async def test_a_helper_has_no_helpers() -> None:
+    record, domain, _ = await helped(
+        under("append", [], ROOMY, **HELPERS),
+        calls(("delegate", {"task": "he"})),
+        calls(("delegate", {"task": "llo"})),
+        [7, 2],
+        calls(("win", {})),
+    )
+    assert [call.name for action in domain.actions for call in action.tool_calls] == ["delegate", "win"]
+    assert [step.kind for step in record.steps].count(StepKind.SUBAGENT) == 2
+
+
+async def test_the_turn_that_called_a_helper_is_shown_again_as_it_was() -> None:
+    delegate = calls(("delegate", {"task": "he"}))
+    work = under("append", [], ROOMY, observations=1, **HELPERS)
+    record, _, _ = await helped(work, delegate, [5, 6, 2], calls(("dig", {})), calls(("dig", {})), calls(("win", {})))
+    assert chains(record.steps) == [[0, 2], [1], [3], [4]]
+    call = '<tool_call>{"name": "delegate", "arguments": {"task": "he"}}</tool_call><|im_end|>'
+    assert f"<|im_start|>assistant\n{call}\n<|im_start|>tool\n{PLACEHOLDER}" in shown(record, 3)
 
 
 async def test_without_helpers_delegate_is_a_word_like_any_other() -> None:

@@ -234,11 +234,9 @@ def test_a_summary_is_shown_as_it_was_sampled_without_its_reasoning() -> None:
     parser = TurnParser(toy_chat(codec=Toy(marks_are_ids=True)).codec, 2)
     history.stored(history.begin(), [7, 2], 0)
     history.turn([7, 2], parser.parse([7, 2], Finish.STOP, 0).spans, [Message("tool", "he")])
-    assert history.answered
     asking = history.ask()
     summary = [8, 7, 9, 4, 5, 6, 5, 2]  # 5 6 is not how "hello" is encoded
     history.stored(asking, summary, 1)
-    assert not history.answered  # so that no tail stands behind a summary
     history.summed_up(summary, parser.parse(summary, Finish.STOP, 1).spans)
     prompt = history.show(View(1))
     assert history.summary == (5, 6, 5)
@@ -262,6 +260,17 @@ def test_the_newest_answer_is_shortened_to_the_room_that_a_view_leaves() -> None
     prompt = history.show(history.next_view())
     assert (history.view, len(prompt)) == (View(1), 149)  # one token is left for the turn
     assert prompt.ids[-3:].tolist() == [1, 13, 4]
+
+
+def test_placeholders_may_make_a_cut_unnecessary() -> None:
+    """The length is that of the prompt with what else the policy wants."""
+    history = long_answer(Rules("discard", tokens=200, observations=1), 4000)
+    assert history.next_view() == View(first=2, hidden=1)  # the newest answer alone is too long
+    ids = history.ids
+    history.stored(history.show(View(hidden=1)), [7, 2], 2)
+    assert len(history.ids) > len(ids) + 500
+    history.turn([7, 2], TurnParser(toy_chat().codec, 2).parse([7, 2], Finish.STOP, 0).spans, [Message("tool", "he")])
+    assert history.next_view() == View(hidden=2)
 
 
 def test_a_summary_has_room_for_its_tokens() -> None:
