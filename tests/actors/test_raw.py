@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.chat import Chat
+from actors.chat import Chat, Remark
 from actors.codec import ModelFiles, decode
 from actors.conversation import conversation
 from actors.raw import RawChat
@@ -15,7 +15,7 @@ from actors.template import TemplateError
 from actors.toolcalls import FORMATS
 from common.config import ChatConfig
 from common.record import segments
-from common.types import Action, ContextKind, Finish, Message, Status, ToolCall, expand_spans
+from common.types import Action, ContextKind, ContextPolicy, Finish, Message, Status, ToolCall, expand_spans
 from tests.actors.servers import ScriptedDomain, answer, assignment, play, prompts
 from tests.actors.toy import CHATML, VOCABULARY, Toy
 from tests.fakes import Answer, FakeEngine
@@ -48,6 +48,27 @@ def test_the_prompt_is_one_text() -> None:
     assert tools.startswith("You can run Python code")
     assert tools.endswith("\nx")
     assert '"python"' in tools
+
+
+def test_the_agent_loops_own_words_stand_in_lines_of_their_own() -> None:
+    task, template = ContextKind.TASK, ContextKind.TEMPLATE
+    notice, summary = ContextKind.NOTICE, ContextKind.SUMMARY
+    remarks = [Remark("user", "[cut]\n", summary=(5, 6)), Remark("user", "[more]")]
+    assert shown(raw("Q: $task\nA:").opening("", "", [Message("user", "1+1?"), *remarks])) == [
+        ("Q: ", template), ("1+1?", task), ("\n[cut]\n", notice), ("hello", summary), ("\n[more]", notice), ("\nA:", template)
+    ]  # fmt: skip
+    assert shown(raw().bridge(True, remarks[1:]))[1:2] == [("[more]", notice)]
+
+
+async def test_a_window_over_one_growing_text() -> None:
+    """The first answer is gone, a notice stands behind the task, and what was sampled is shown again as it was."""
+    work = replace(assignment(["aa", "bb", "cc", "dd"]), context=ContextPolicy("window", {"turns": 1}))
+    with FakeEngine(reply=lambda prompt, sampling: [5, 6, 2]) as engine:
+        record = await play(work, engine, raw("Q: $task\nA:"))
+        last = decode(FILES.codec, prompts(engine)[2])
+    assert record.status == Status.TERMINATED, record.flags
+    assert last == "Q: he\n[1 earlier turns are not shown.]\nA:hello<|im_end|>\nbb\n```\n"
+    assert len(segments(record)) == 3
 
 
 def test_an_observation_goes_on_in_the_same_turn() -> None:

@@ -421,6 +421,11 @@ def test_files_are_no_work_for_the_event_loop(tmp_path):
     assert with_memory(DeskDomain(), configured(memory="task"), tmp_path, [TASK.id]).blocking
 
 
+def test_memory_leaves_the_domains_context_policy_alone():
+    inner = load_domain("frozenlake")
+    assert remembering(Path(), inner=inner).context() == inner.context() != Domain.context(inner)
+
+
 # ---- what is kept -------------------------------------------------------------------------------------------------------
 
 
