@@ -70,7 +70,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
     config = {
-        "tokenizer_class": "Qwen2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # Qwen2Tokenizer would cut words its own way, whatever the file says
         "add_prefix_space": False,
         "bos_token": None,
         "eos_token": "<|im_end|>",

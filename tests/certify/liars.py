@@ -276,3 +276,11 @@ class SglangEchoesOtherIds(Sglang):
 class SglangWithAnotherTokenizer(Sglang):
     def encode(self, text):
         return list(text.encode())
+
+
+class SglangElsewhereWithAnotherTokenizer(SglangWithAnotherTokenizer):
+    """Its files cannot be read from here."""
+
+    def look(self, path):
+        status, answer = super().look(path)
+        return status, {**answer, "model_path": "/elsewhere", "tokenizer_path": "/elsewhere"} if status == 200 else answer
