@@ -284,3 +284,17 @@ class SglangElsewhereWithAnotherTokenizer(SglangWithAnotherTokenizer):
     def look(self, path):
         status, answer = super().look(path)
         return status, {**answer, "model_path": "/elsewhere", "tokenizer_path": "/elsewhere"} if status == 200 else answer
+
+
+class EndsEarly(Liar):
+    """A policy whose turns have three tokens, as a trained one's may have: no lie."""
+
+    def tell(self, body, answer, meta) -> None:
+        if (
+            body["sampling_params"]["max_new_tokens"] > 3
+            and body["sampling_params"]["stop_token_ids"]
+            and len(answer["output_ids"]) > 2
+        ):
+            end = body["sampling_params"]["stop_token_ids"][0]
+            put(answer, [*answer["output_ids"][:2], end])
+            meta["finish_reason"] = {"type": "stop", "matched": end}

@@ -93,6 +93,13 @@ def test_stock_sglangs_answers_are_read(model, engine, codec, certified) -> None
     assert "as 32 ids, this tokenizer as 32" in found.rows["identity: tokenizer"]["evidence"]
 
 
+def test_a_policy_that_ends_its_turns_early_is_cut_earlier(model, engine, codec, certified) -> None:
+    with liars.EndsEarly(engine, codec) as server:
+        found = certified(model, server.url, "--skip-logprobs")
+    assert "ids [3] of 3 asked for" in found.rows["stops: length"]["evidence"]
+    assert found.rows["stops: length"]["verdict"] == "pass"
+
+
 def test_an_engine_that_reads_the_same_tokenizer_file_its_own_way_is_told(model, engine, codec, certified) -> None:
     """Seen in SGLang, where tokenizer_class named a class with rules of its own. Actors send ids: nothing depends on it."""
     with liars.SglangWithAnotherTokenizer(engine, codec) as server:
