@@ -12,6 +12,7 @@ from pathlib import Path
 from common import cli
 from common.addresses import Addresses, AddressesError
 from common.config import RunConfig
+from common.types import ContextPolicy
 from common.validate import Vocabulary
 from common.wire import Tls
 
@@ -25,6 +26,7 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     from actors.conversation import conversation
     from actors.engines import Engines
     from actors.envs import Envs
+    from actors.history import Rules, check_room
     from actors.learner_client import Learner
     from actors.pool import Pool
     from actors.summaries import Summaries
@@ -33,6 +35,13 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     addresses = Addresses.read(run)
     files = load_model_files(run / "model")
     chat = conversation(files, config.chat)
+    for domain in config.domains:
+        context, limits = domain.context, domain.limits
+        rules = Rules.of(ContextPolicy(context.name, context.model_dump(exclude={"name"})))
+        try:
+            check_room(chat, rules, limits.max_tokens, limits.max_new_tokens)
+        except ValueError as error:
+            raise cli.ConfigError(f"domains.{domain.name}: {error}") from error
     parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from actors.chat import EMPTY, Context
+from actors.codec import END_THINK
 from actors.conversation import Conversation
 from actors.engines import Engines, EngineUnavailable, Request
 from actors.envs import Envs, Session
@@ -106,6 +107,7 @@ class Agents:
         self._rules = Rules.of(tape.assignment.context)
         self._limits = tape.assignment.limits
         self._engine = ""
+        self._newest: History | None = None  # whose step was the last one
         self._helpers = self._rules.subagent_calls if self._rules.subagent_turns else 0  # that may still be called
 
     async def play(self) -> None:
@@ -113,10 +115,11 @@ class Agents:
         history = self._history(self._session.observation.messages, helpers=self._helpers > 0)
         stopped = await self._turns(history, StepKind.ACT, self._limits.max_turns)
         if stopped.why != "over":
-            self._tape.end(Status.TRUNCATED, *stopped.flags, tail=self._tail(history) if stopped.why != "length" else EMPTY)
+            self._tape.end(Status.TRUNCATED, *stopped.flags, tail=self._tail())
 
     def _history(self, messages: Sequence[Message], helpers: bool) -> History:
-        return open_history(self._parts.chat, self._rules, self._session, self._limits.max_tokens, messages, helpers)
+        sizes = self._limits.max_tokens, self._tape.assignment.sampling.max_new_tokens
+        return open_history(self._parts.chat, self._rules, self._session, sizes, messages, helpers)
 
     async def _turns(self, history: History, kind: StepKind, most: int) -> Stopped:
         limit, sampling = self._limits.max_tokens, self._tape.assignment.sampling
@@ -126,8 +129,8 @@ class Agents:
                 return Stopped("deadline", flags=("deadline",))
             prompt = await self._next(history) if number else history.begin()
             room = limit - len(prompt)
-            if room < 1 and not self._tape.steps:
-                raise RolloutError(f"the first prompt has {len(prompt)} tokens, limits.max_tokens is {limit}")
+            if not self._tape.steps:
+                check_opening(len(prompt), limit, self._rules)
             if room < 1:
                 return Stopped("token_limit", flags=("token_limit",))
             turn, finish = await self._turn(history, prompt, kind, min(sampling.max_new_tokens, room))
@@ -139,7 +142,7 @@ class Agents:
             observation = await self._act(history, turn.action, kind)
             history.turn(self._tape.steps[index].action_ids.tolist(), turn.spans, observation.messages)
             if observation.status != Status.RUNNING and self._tape.status == Status.RUNNING:
-                self._tape.end(observation.status, tail=self._tail(history))
+                self._tape.end(observation.status, tail=self._tail())
             if self._tape.status != Status.RUNNING:
                 return Stopped("over")
         return Stopped("turn_limit", flags=("turn_limit",))
@@ -154,11 +157,12 @@ class Agents:
         timings = {"generate": generated - begun, "parse": time.monotonic() - generated}
         self._tape.append(prompt, sampled, turn, timings, kind)
         history.stored(prompt, sampled.ids, index)
+        self._newest = history
         return turn, sampled.finish
 
-    def _tail(self, history: History) -> Context:
-        """The newest answer, where nothing was sampled after the turn that it answers."""
-        return history.tail() if history.last == len(self._tape.steps) - 1 else EMPTY
+    def _tail(self) -> Context:
+        """The answer to the newest turn, whoever took it; a turn that was cut has none, nor has a helper's last word."""
+        return self._newest.tail() if self._newest and self._newest.answered else EMPTY
 
     # ---- what is shown --------------------------------------------------------------------------------------
 
@@ -167,7 +171,7 @@ class Agents:
         view = history.next_view()
         if self._rules.name == "summary" and view.first > history.view.first:
             if self._rules.summary_url:
-                history.summary = await self._foreign_summary(history.transcript(view))
+                history.summary = await self._foreign_summary(history.transcript(view)) or history.summary
             else:
                 asking = history.ask()
                 room = self._limits.max_tokens - len(asking)
@@ -184,6 +188,7 @@ class Agents:
         text = await self._parts.summaries.write(
             rules.summary_url, rules.summary_model, f"{transcript}\n\n{ASK}", rules.summary_tokens
         )
+        text = text.rpartition(END_THINK)[2]
         part = Part(self._parts.chat.codec.encode_text(text.strip()), ContextKind.SUMMARY, text=True)
         return tuple(assemble([part], self._parts.chat.codec, Room(each=rules.summary_tokens))[0])
 
@@ -225,7 +230,7 @@ class Agents:
         helper.branch(history)
         stopped = await self._turns(helper, StepKind.SUBAGENT, self._rules.subagent_turns)
         if stopped.why == "answer":
-            return stopped.text.strip(), ""
+            return stopped.text.strip(), "" if stopped.text.strip() else "the helper said nothing"
         return "", f"the helper came to no answer ({stopped.why})"
 
     async def _sample(self, prompt: np.ndarray, budget: int) -> Sampled:
@@ -272,9 +277,10 @@ class Agents:
 
 
 def open_history(
-    chat: Conversation, rules: Rules, session: Session, limit: int, messages: Sequence[Message], helpers: bool
+    chat: Conversation, rules: Rules, session: Session, sizes: tuple[int, int], messages: Sequence[Message], helpers: bool
 ) -> History:
-    """Raises RolloutError when there is nothing to do, or when a tool of the environment has the name of ours."""
+    """`sizes`: tokens of a sequence, and of one turn. Raises RolloutError when there is nothing to do, or when a tool of the
+    environment has the name of ours."""
     if session.observation.status != Status.RUNNING:
         raise RolloutError("the environment ended at its reset")
     tools_json = session.tools_json
@@ -283,7 +289,17 @@ def open_history(
         if DELEGATE_NAME in [tool.get("function", tool).get("name") for tool in tools]:
             raise RolloutError(f"the environment has a tool {DELEGATE_NAME!r} of its own; set context.subagent_turns = 0")
         tools_json = json.dumps([*tools, DELEGATE])
-    return History(chat, rules, Beginning(session.instructions, tools_json, tuple(messages)), limit)
+    return History(chat, rules, Beginning(session.instructions, tools_json, tuple(messages)), *sizes)
+
+
+def check_opening(tokens: int, limit: int, rules: Rules) -> None:
+    """Raises RolloutError when nothing could follow the first prompt, or when every turn would be cut away at once."""
+    if tokens >= limit:
+        raise RolloutError(f"the first prompt has {tokens} tokens, limits.max_tokens is {limit}")
+    if 0 < rules.tokens <= tokens:
+        raise RolloutError(
+            f"the first prompt has {tokens} tokens, context.tokens is {rules.tokens}: every turn would be cut away"
+        )
 
 
 async def env_step(tape: Tape, parts: Parts, session: Session, index: int, action: Action, wait: Wait) -> Observation:

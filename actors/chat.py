@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,16 @@ class _Words:
     """What goes into a message's slot."""
 
     text: str
-    remark: bool
-    summary: tuple[int, ...]
+    remark: bool = False
+    summary: tuple[int, ...] = ()
+    more: tuple[_Words, ...] = ()  # of further messages in the same slot
 
     def parts(self, codec: Codec, kind: ContextKind) -> list[Part]:
-        if not self.remark:
-            return [Part(codec.encode_text(self.text), kind, text=True)]
-        notice = Part(codec.encode_text(self.text), ContextKind.NOTICE)
-        return [notice, Part(self.summary, ContextKind.SUMMARY)]
+        own = Part(codec.encode_text(self.text), ContextKind.NOTICE if self.remark else kind, text=not self.remark)
+        parts = [own, Part(self.summary, ContextKind.SUMMARY)] if self.remark else [own]
+        for words in self.more:
+            parts += [Part(codec.encode_text("\n\n"), ContextKind.NOTICE), *words.parts(codec, kind)]
+        return parts
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Chat:
         self._render = compile_template(files.template, {**files.special_tokens, **(options or {})})
         self.format = format or FORMATS[format_of(files.template)]()
         self._shows_tools = isinstance(self.format, FORMATS[format_of(files.template)]) and self._learn_shows_tools()
+        self._alternates = self._learn_alternates()
         self._role = functools.lru_cache(None)(self._learn_role)
         self._opening = functools.lru_cache(256)(self._learn_opening)
         self._bridge = functools.lru_cache(256)(self._learn_bridge)
@@ -138,7 +141,7 @@ class Chat:
 
     def _after(self, ended: bool, messages: Sequence[Message], prompt: bool, room: Room) -> Context:
         roles, words = self._shown(messages)
-        if sum(len(word.text) for word in words) > CACHED_CHARS:
+        if sum(len(message.text) for message in messages) > CACHED_CHARS:
             return self._fill_bridge(ended, roles, words, prompt, room)
         whole = self._known_bridge(ended, roles, words, prompt)
         fits = room.each is None and (room.whole is None or len(whole) <= room.whole)
@@ -147,11 +150,13 @@ class Chat:
     def _shown(self, messages: Sequence[Message]) -> tuple[tuple[str, ...], tuple[_Words, ...]]:
         """Roles and words as the template shows them."""
         roles = [self._role(message.role) for message in messages]
-        words = (
-            _Words(m.text, True, m.summary) if isinstance(m, Remark) else _Words(role.text(m.text), False, ())
+        said = [
+            (role.name, _Words(m.text, True, m.summary) if isinstance(m, Remark) else _Words(role.text(m.text)))
             for role, m in zip(roles, messages, strict=True)
-        )
-        return tuple(role.name for role in roles), tuple(words)
+        ]
+        if self._alternates:
+            said = [_joined(list(same)) for _, same in groupby(said, key=lambda pair: pair[0])]
+        return tuple(name for name, _ in said), tuple(words for _, words in said)
 
     def _fill_bridge(
         self, ended: bool, roles: tuple[str, ...], words: tuple[_Words, ...], prompt: bool, room: Room = ENDLESS
@@ -185,6 +190,15 @@ class Chat:
         tool = {"type": "function", "function": {"name": slots.take("f"), "description": "", "parameters": {}}}
         shown = cut_at_slots(self._render([{"role": "user", "content": Slots.mark(0)}], [tool], True, slots))
         return any(isinstance(part, int) and part > 0 for part in shown)
+
+    def _learn_alternates(self) -> bool:
+        """Whether the template refuses two messages of one role in a row: then they share one."""
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        try:
+            self._render([*turn, turn[0], turn[0]], [], True, Slots(0))
+        except TemplateError:
+            return True
+        return False
 
     def _learn_role(self, role: str) -> _Role:
         """How messages of `role` are shown. A template without answers of tools takes them as the user's."""
@@ -266,6 +280,11 @@ class Chat:
         last = twice[twice.index(_Slot(3)) + 1 :]
         if [part for part in last if isinstance(part, list)] != [part for part in once if isinstance(part, list)]:
             raise TemplateError("the chat template writes a later turn differently from a first one")
+
+
+def _joined(said: list[tuple[str, _Words]]) -> tuple[str, _Words]:
+    (role, first), *others = said
+    return role, replace(first, more=tuple(words for _, words in others))
 
 
 def _open_thought(codec: Codec, prompt: Sequence[int]) -> int:

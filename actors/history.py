@@ -67,8 +67,7 @@ class Rules:
 
     def of_reference(self) -> Self:
         """The same without what a reference solution has no words for."""
-        own = replace(self, subagent_turns=0, summary_url="", summary_model="", summary_tokens=0)
-        return replace(own, name="append", tokens=0) if self.name == "summary" else own
+        return replace(self, name="append", tokens=0) if self.name == "summary" else self
 
     def trim(self, now: View, turns: int, by_user: bool) -> View:
         """What `turns` turns alone decide; `by_user`: the newest answer has a user's message."""
@@ -122,13 +121,15 @@ class History:
     """Of one agent. `ids` is the full sequence of its newest step, `last` that step's index; a sub-agent's are its caller's
     until its own first step."""
 
-    def __init__(self, chat: Conversation, rules: Rules, beginning: Beginning, limit: int) -> None:
-        """`limit`: tokens of a sequence, limits.max_tokens."""
-        self._chat, self.rules, self._beginning, self._limit = chat, rules, beginning, limit
+    def __init__(self, chat: Conversation, rules: Rules, beginning: Beginning, limit: int, turn: int = 1) -> None:
+        """`limit`: tokens of a sequence, limits.max_tokens; `turn`: of one turn, limits.max_new_tokens."""
+        self._chat, self.rules, self._beginning, self._limit, self._turn = chat, rules, beginning, limit, turn
         self.view = View()
         self.summary: tuple[int, ...] = ()
         self.ids, self.last = ids_array([]), -1
         self._turns: list[_Turn] = []
+        self._shown: dict[tuple[int, bool], Context] = {}  # earlier answers by turn and whether they are hidden: encoded once
+        self.answered = False  # whether the newest step was a turn, and the answer to it is known
 
     @property
     def tools_json(self) -> str:
@@ -138,7 +139,7 @@ class History:
 
     def stored(self, prompt: Prompt, ids: Sequence[int], index: int) -> None:
         """Step `index` was sampled from `prompt`."""
-        self.ids, self.last = np.concatenate([prompt.ids, ids_array(ids)]), index
+        self.ids, self.last, self.answered = np.concatenate([prompt.ids, ids_array(ids)]), index, False
 
     def branch(self, caller: History) -> None:
         """This agent begins where `caller` is, and shares with it what their openings have in common."""
@@ -147,13 +148,15 @@ class History:
     def turn(self, ids: Sequence[int], spans: Spans, messages: Sequence[Message]) -> None:
         """The newest step was a turn, and this is the answer to it."""
         kinds = expand_spans(spans, len(ids))
-        ended = self._chat.ended(ids)
+        ended, self.answered = self._chat.ended(ids), True
         self._turns.append(_Turn(ids_array(ids), self._without(ids, kinds, ActionKind.REASONING), ended, tuple(messages)))
 
     def summed_up(self, ids: Sequence[int], spans: Spans) -> None:
-        """The newest step was a summary: what it says outside of reasoning and calls is shown from now on."""
+        """The newest step was a summary: what it says outside of reasoning and calls is shown from now on, without control
+        tokens: it stands in a user's message, which it must not end. One that says nothing leaves the last one."""
         said = self._without(ids, expand_spans(spans, len(ids)), ActionKind.REASONING, ActionKind.CALL)
-        self.summary = tuple(said[: len(said) - self._chat.ended(ids)].tolist())
+        control = set(self._chat.codec.control.values())
+        self.summary = tuple(i for i in said.tolist() if i not in control) or self.summary
 
     def _without(self, ids: Sequence[int], kinds: np.ndarray, *left_out: ActionKind) -> np.ndarray:
         """The ids of other kinds; the space after what is left out at the beginning goes with it, as templates have it."""
@@ -186,15 +189,14 @@ class History:
     def show(self, view: View) -> Prompt:
         """The prompt after the newest turn, in `view`. It may be longer than the limit when nothing can be shortened."""
         if view == self.view:
-            context = self._answer(self._limit - 1 - len(self.ids))
+            context = self._answer(self._limit - len(self.ids))
             return Prompt(np.concatenate([self.ids, context.ids]), self.last, len(self.ids), context)
         self.view = view
-        return self._prompt(self._whole(view, self._limit - 1))
+        return self._prompt(self._whole(view, self._limit))
 
     def ask(self) -> Prompt:
         """The prompt for a summary of everything that is shown, the newest answer included."""
-        room = self._limit - len(self.ids)
-        context = self._answer(room - min(self.rules.summary_tokens, room // 2), Remark("user", ASK))
+        context = self._answer(self._limit - len(self.ids), Remark("user", ASK), turn=self.rules.summary_tokens)
         return Prompt(np.concatenate([self.ids, context.ids]), self.last, len(self.ids), context)
 
     def tail(self) -> Context:
@@ -205,20 +207,29 @@ class History:
         )
 
     def transcript(self, view: View) -> str:
-        """For another model: what is shown now and will not be in `view`, in words."""
+        """For another model: what is shown now and will not be in `view`, in words, as it is shown."""
         said = [self._beginning.instructions, *[f"[{m.role}]\n{m.text}" for m in self._beginning.messages]]
         said += [self._text(self.summary)] if self.summary else []
-        for turn in self._turns[self.view.first : view.first]:
-            said.append(f"[assistant]\n{self._text(turn.whole[: len(turn.whole) - turn.ended].tolist())}")
-            said += [f"[{message.role}]\n{message.text}" for message in turn.messages]
+        for number in range(self.view.first, view.first):
+            turn = self._turns[number]
+            ids = turn.bare if number < self.view.bare else turn.whole
+            said.append(f"[assistant]\n{self._text(ids[: len(ids) - turn.ended].tolist())}")
+            answer = self._earlier(number, hidden=number < self.view.hidden)
+            words = answer.ids[expand_spans(answer.spans, len(answer)) != ContextKind.TEMPLATE]
+            said.append(f"[{' '.join(dict.fromkeys(message.role for message in turn.messages))}]\n{self._text(words.tolist())}")
         return "\n\n".join(filter(None, said))
 
     def _text(self, ids: Sequence[int]) -> str:
         return b"".join(self._chat.codec.pieces[i] for i in ids).decode("utf-8", "replace")
 
-    def _answer(self, room: int, *remarks: Remark) -> Context:
-        turn = self._turns[-1]
-        return self._chat.bridge(turn.ended, (*turn.messages, *remarks), Room(room, self.rules.observation_tokens or None))
+    def _answer(self, room: int, *remarks: Remark, turn: int = 0) -> Context:
+        """The newest answer and the next generation prompt in `room`, which the turn behind them shares: it gets `turn` tokens,
+        or half of what there is, or, where wrappers leave no more, one."""
+        newest, each = self._turns[-1], self.rules.observation_tokens or None
+        messages = (*newest.messages, *remarks)
+        left = room - max(1, min(turn or self._turn, room // 2))
+        context = self._chat.bridge(newest.ended, messages, Room(left, each))
+        return context if len(context) <= left else self._chat.bridge(newest.ended, messages, Room(room - 1, each))
 
     def _opening(self, view: View) -> Context:
         b = self._beginning
@@ -238,14 +249,19 @@ class History:
             ids = turn.bare if bare else turn.whole
             pieces.append(Context(ids, spans_of([(len(ids), ContextKind.REPLAY)])))
             if number < len(self._turns) - 1:
-                pieces.append(self._earlier(turn, hidden=number < view.hidden))
+                pieces.append(self._earlier(number, hidden=number < view.hidden))
             else:
                 pieces.append(self._answer(room - sum(map(len, pieces))))
         return _joined(pieces)
 
-    def _earlier(self, turn: _Turn, hidden: bool) -> Context:
-        messages = tuple(Remark(m.role, PLACEHOLDER) for m in turn.messages) if hidden else turn.messages
-        return self._chat.bridge(turn.ended, messages, Room(None, self.rules.observation_tokens or None))
+    def _earlier(self, number: int, hidden: bool) -> Context:
+        if (number, hidden) not in self._shown:
+            turn = self._turns[number]
+            messages = tuple(Remark(m.role, PLACEHOLDER) for m in turn.messages) if hidden else turn.messages
+            self._shown[number, hidden] = self._chat.bridge(
+                turn.ended, messages, Room(None, self.rules.observation_tokens or None)
+            )
+        return self._shown[number, hidden]
 
     def _prompt(self, whole: Context) -> Prompt:
         """`whole` as what it has in common with the sequence so far, and the rest."""
@@ -253,6 +269,19 @@ class History:
         differs = np.flatnonzero(whole.ids[:shortest] != self.ids[:shortest])
         prefix = int(differs[0]) if len(differs) else shortest
         return Prompt(whole.ids, self.last, prefix, _cut(whole, prefix, len(whole)))
+
+
+def check_room(chat: Conversation, rules: Rules, limit: int, turn: int) -> None:
+    """Raises ValueError when a policy that sums up would have no room for the question, which comes in the model's tokens."""
+    if rules.name != "summary" or rules.summary_url:
+        return
+    question = len(chat.bridge(True, [Message("tool", ""), Remark("user", ASK)]))
+    needed = rules.tokens + turn + question + rules.summary_tokens
+    if needed > limit:
+        raise ValueError(
+            f"context.tokens {rules.tokens} comes too late for a summary: with a turn of {turn}, the question ({question}) "
+            f"and context.summary_tokens {rules.summary_tokens} it makes {needed} tokens, limits.max_tokens is {limit}"
+        )
 
 
 ENOUGH = 2**31  # room for anything

@@ -60,11 +60,12 @@ async def run_rollout(assignment: Assignment, parts: Parts, wait: Wait) -> Traje
 
 
 async def play_reference(tape: Tape, parts: Parts, session: Session, wait: Wait) -> None:
-    """The domain's own solution, written as the policy would write it and shown as the policy would see it, but for summaries
-    and sub-agents, of which it has none. Only a solution that works is one."""
+    """The domain's own solution, written as the policy would write it and shown as the policy would see it, but for summaries,
+    of which it has none. Only a solution that works is one."""
     limits, sampling = tape.assignment.limits, tape.assignment.sampling
     rules = Rules.of(tape.assignment.context).of_reference()
-    history = open_history(parts.chat, rules, session, limits.max_tokens, session.observation.messages, helpers=False)
+    sizes, helpers = (limits.max_tokens, sampling.max_new_tokens), rules.subagent_turns > 0
+    history = open_history(parts.chat, rules, session, sizes, session.observation.messages, helpers)
     longest = 0
     for number, action in enumerate(session.reference[: limits.max_turns]):
         prompt = history.show(history.next_view()) if number else history.begin()

@@ -38,7 +38,9 @@ class Summaries:
                 await asyncio.sleep(delay)
                 delay *= 2
             try:
-                return await self._call(url.rstrip("/") + PATH, body, headers)
+                return await self._call(
+                    url.rstrip("/").removesuffix("/v1") + PATH, body, headers
+                )  # with /v1, as OpenAI writes it
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = f"{type(error).__name__}: {error}"
                 log.info("summary from %s: %s", url, why)

@@ -25,7 +25,7 @@ class ContextConfig(Table):
     name: Literal["append", "window", "discard", "summary", "domain"] = "append"
     turns: Natural = Field(default=0, description="window: newest turns that are shown")
     tokens: Natural = Field(default=0, description="discard, summary: history is cut when the next prompt would be longer")
-    keep: Natural = Field(default=0, description="discard, summary: newest turns that stay as they are")
+    keep: Natural = Field(default=1, description="discard, summary: newest turns that stay as they are")
     summary_tokens: Natural = Field(default=0, description="summary: tokens that it may have")
     summary_url: str = Field(
         default="", description="summary: who writes it, an OpenAI-compatible server; empty: the policy, which is trained on it"
@@ -63,8 +63,10 @@ class ContextConfig(Table):
             unused(self, "context", 'name = "summary"', "summary_tokens", "summary_url", "summary_model")
         elif not self.summary_tokens:
             raise ValueError('context.name = "summary" needs context.summary_tokens, the most that a summary may have')
-        if self.summary_model and not self.summary_url:
-            raise ValueError("context.summary_model is for summary_url; without it the policy itself writes summaries")
+        if self.summary_url and not self.summary_url.startswith(("http://", "https://")):
+            raise ValueError(f"context.summary_url {self.summary_url!r}: write http://host:port, of an OpenAI-compatible server")
+        if bool(self.summary_model) != bool(self.summary_url):
+            raise ValueError("context.summary_url and summary_model go together; without them the policy itself writes summaries")
         if not (self.turns or self.observations or self.reasoning == "drop"):
             unused(self, "context", 'turns, observations or reasoning = "drop"', "slack")
         if not self.subagent_turns:

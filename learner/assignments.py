@@ -106,7 +106,8 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
     kinds = Counter(step.kind for step in trajectory.steps)
     options = asked.context.options
     helped = int(options.get("subagent_turns", 0)) * int(options.get("subagent_calls", 0))
-    summed_up = kinds[StepKind.ACT] + kinds[StepKind.SUBAGENT] if asked.context.name == "summary" else 0
+    own = asked.context.name == "summary" and not options.get("summary_url")
+    summed_up = kinds[StepKind.ACT] + kinds[StepKind.SUBAGENT] if own else 0
     bounds = [
         ("turns", kinds[StepKind.ACT], asked.limits.max_turns),
         ("turns of sub-agents", kinds[StepKind.SUBAGENT], helped),
@@ -116,6 +117,14 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
     for name, got, most in bounds:
         if got > most:
             raise RecordError("limits", asked.rollout_id, f"{got} {name}, allowed are {most}")
+    sizes = dict.fromkeys(StepKind, asked.sampling.max_new_tokens) | {StepKind.SUMMARY: int(options.get("summary_tokens", 0))}
+    for index, step in enumerate(trajectory.steps):
+        what = f"step {index} ({step.kind.name})"
+        if len(step.action_ids) > sizes[step.kind]:
+            detail = f"{what} has {len(step.action_ids)} sampled tokens, allowed are {sizes[step.kind]}"
+            raise RecordError("limits", asked.rollout_id, detail)
+        if step.kind != StepKind.ACT and step.parent < 0:
+            raise RecordError("limits", asked.rollout_id, f"{what} continues no other step")
 
 
 def failure(trajectory: Trajectory) -> str:

@@ -231,6 +231,9 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
         "version": run.version,
         "seconds": run.seconds(),
     }
+    names = sorted({name for rollout in batch.trajectories for name in rollout.metrics})
+    for name in names:  # calls, summaries, sub-agents' turns, notes, what the environment counts: means over rollouts
+        values[f"rollout/{name}"] = sum(rollout.metrics.get(name, 0.0) for rollout in batch.trajectories) / len(rows)
     if identical:
         why = "siblings sampled the same ids, which chance does not explain: does the engine use the request's seed?"
         run.folder.event("identical_siblings", {"alarm": why, "pairs": identical[:10], "count": len(identical)})

@@ -76,7 +76,15 @@ TYPOS = {
     "a context: a model without its server": (
         MINIMAL,
         [f"--domains.0.context.{key}" for key in ("name=summary", "tokens=200", "summary_tokens=9", "summary_model=m")],
-        "summary_model is for summary_url",
+        "summary_url and summary_model go together",
+    ),
+    "a context: a server without its protocol": (
+        MINIMAL,
+        [
+            f"--domains.0.context.{key}"
+            for key in ("name=summary", "tokens=200", "summary_tokens=9", "summary_url=host:1", "summary_model=m")
+        ],
+        "context.summary_url 'host:1': write http://host:port",
     ),
     "a context: a cut that comes too late": (
         MINIMAL,

@@ -183,7 +183,7 @@ def tail(length):
 def test_helpers_and_summaries_have_limits_of_their_own(tmp_path):
     """As many summaries as turns, sub-agents' turns as options allow; turns of the policy itself count alone."""
     control, _, _ = started(tmp_path)
-    options = {"subagent_turns": 2, "subagent_calls": 3}
+    options = {"subagent_turns": 2, "subagent_calls": 3, "summary_tokens": 1}
     asked = replace(lease(control, 1)[0], context=ContextPolicy("summary", options))
     kinds = [StepKind.ACT] * 10 + [StepKind.SUBAGENT] * 6 + [StepKind.SUMMARY] * 16
 
@@ -195,6 +195,17 @@ def test_helpers_and_summaries_have_limits_of_their_own(tmp_path):
     for kind, why in (("ACT", "11 turns, "), ("SUBAGENT", "7 turns of sub-agents"), ("SUMMARY", "17 summaries")):
         with pytest.raises(RecordError, match=why):
             check_assignment(made(StepKind[kind]), asked)
+    foreign = replace(asked, context=ContextPolicy("summary", options | {"summary_url": "http://x"}))
+    with pytest.raises(RecordError, match="16 summaries, allowed are 0"):  # another model writes them
+        check_assignment(made(), foreign)
+    longer = replace(step([3, 4], [(0, 1)], context=[1]), kind=StepKind.SUMMARY, parent=0, prefix_len=2)
+    root = replace(step([3], [(0, 1)], context=[1]), kind=StepKind.SUBAGENT)
+    for wrong, why in (
+        (longer, r"step 1 \(SUMMARY\) has 2 sampled tokens, allowed are 1"),
+        (root, r"step 1 \(SUBAGENT\) continues no"),
+    ):
+        with pytest.raises(RecordError, match=why):
+            check_assignment(trajectory(asked, steps=(*turns(1), wrong)), asked)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +220,7 @@ def test_helpers_and_summaries_have_limits_of_their_own(tmp_path):
         ({"sampling": Sampling(0.5, 32)}, "assignment: sampling"),
         ({"steps": (step(list(range(40)) * 8, [(0, 1)]),)}, "limits: 322 tokens, allowed are 320"),
         ({"steps": turns(11)}, "limits: 11 turns, allowed are 10"),
+        ({"steps": (step([3] * 33, [(0, 1)]),)}, "limits: step 0 (ACT) has 33 sampled tokens, allowed are 32"),
         ({"steps": turns(1, StepKind.SUBAGENT)}, "limits: 1 turns of sub-agents, allowed are 0"),
         ({"steps": turns(1, StepKind.SUMMARY)}, "limits: 1 summaries, allowed are 0"),
         ({"status": Status.TRUNCATED, "tail_ids": ids_array([1] * 317), "tail_spans": tail(317)}, "limits: 321 tokens"),

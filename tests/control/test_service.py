@@ -24,7 +24,7 @@ class Stage:
 
     def __init__(self, folder):
         long = 4_000_000  # tokens
-        domain = {"name": "toy", "train_tasks": 6, "heldout_tasks": 4, "limits": {"max_tokens": long}}
+        domain = {"name": "toy", "train_tasks": 6, "heldout_tasks": 4, "limits": {"max_tokens": long, "max_new_tokens": long}}
         tables = {"engine": {"max_length": long, "widths": [long]}, "learner": {"row_length": long}}
         self.control = make_control(folder, domains=[domain], **tables)
         self.control.published(1, 0)
