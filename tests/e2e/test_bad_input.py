@@ -59,6 +59,14 @@ def test_more_evaluation_tasks_than_there_are(launched):
     assert "polyturn: error: eval.tasks 16 exceeds the 3 held-out tasks of domain 'frozenlake'" in out.splitlines()[-1]
 
 
+def test_a_summary_whose_question_has_no_room(launched):
+    """Only the actors can count it: it is text, and they have the tokenizer."""
+    context = [f"--domains.0.context.{option}" for option in ("name=summary", "tokens=140", "summary_tokens=12")]
+    code, out = launched.launch("local", *context)
+    assert (code, launched.alive()) == (2, []), out
+    assert "polyturn: error: domains.frozenlake: context.tokens 140 comes too late for a summary" in out.splitlines()[-1]
+
+
 def root_with_engine(root, refuses=""):
     """The repository's packages, with another engine in the place of learner/serving."""
     (root / "learner").mkdir(parents=True)

@@ -54,7 +54,7 @@ def test_a_run_whose_policy_sums_up_what_it_no_longer_sees(launched, capsys):
         kinds = [Counter(step.kind for step in rollout.steps) for rollout in batch]
         assert line["segments"] == np.mean([len(segments(rollout)) for rollout in batch])
         assert line["turns"] == np.mean([count[StepKind.ACT] for count in kinds])
-        assert sum(count[StepKind.SUMMARY] for count in kinds) > 0
+        assert line["rollout/summaries"] == np.mean([count[StepKind.SUMMARY] for count in kinds]) > 0
         assert line["stale"] or line["trained_tokens"] == sum(len(step.action_ids) for r in batch for step in r.steps)
     longest = max(rollouts[-1], key=lambda rollout: len(rollout.steps))
     capsys.readouterr()
