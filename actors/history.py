@@ -215,9 +215,16 @@ class History:
             ids = turn.bare if number < self.view.bare else turn.whole
             said.append(f"[assistant]\n{self._text(ids[: len(ids) - turn.ended].tolist())}")
             answer = self._earlier(number, hidden=number < self.view.hidden)
-            words = answer.ids[expand_spans(answer.spans, len(answer)) != ContextKind.TEMPLATE]
-            said.append(f"[{' '.join(dict.fromkeys(message.role for message in turn.messages))}]\n{self._text(words.tolist())}")
+            roles = " ".join(dict.fromkeys(message.role for message in turn.messages))
+            said.append(f"[{roles}]\n{self._words(answer)}")
         return "\n\n".join(filter(None, said))
+
+    def _words(self, context: Context) -> str:
+        """Without what the template has written: a line for each text between it."""
+        template = expand_spans(context.spans, len(context)) == ContextKind.TEMPLATE
+        cuts = np.flatnonzero(np.diff(template)) + 1
+        runs = zip(np.split(context.ids, cuts), np.split(template, cuts), strict=True)
+        return "\n".join(self._text(ids.tolist()) for ids, wrapper in runs if not wrapper.all())
 
     def _text(self, ids: Sequence[int]) -> str:
         return b"".join(self._chat.codec.pieces[i] for i in ids).decode("utf-8", "replace")

@@ -282,3 +282,14 @@ def test_a_summary_has_room_for_its_tokens() -> None:
     history = long_answer(Rules("summary", tokens=10, summary_tokens=9000), ask + 300)
     room = ask + 300 - len(history.ids)
     assert len(history.ask()) == len(history.ids) + room - room // 2  # half of it, where all would not do
+
+
+def test_another_model_is_told_what_is_shown_and_no_reasoning_that_is_not() -> None:
+    chat = toy_chat(codec=Toy(marks_are_ids=True))
+    history = History(chat, Rules("summary", tokens=1, reasoning="drop"), TASK, 4000)
+    turn = TurnParser(chat.codec, 2).parse([8, 5, 9, 7, 2], Finish.STOP, 0)
+    history.stored(history.begin(), [8, 5, 9, 7, 2], 0)
+    history.turn([8, 5, 9, 7, 2], turn.spans, [Message("tool", "llo"), Message("user", "he")])
+    assert history.transcript(View(1)) == "hello\n\n[user]\nhe\n\n[assistant]\n<think>he</think>hello\n\n[tool user]\nllo\nhe"
+    history.show(View(bare=1))
+    assert history.transcript(View(1)) == "hello\n\n[user]\nhe\n\n[assistant]\nhello\n\n[tool user]\nllo\nhe"
