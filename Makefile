@@ -1,11 +1,14 @@
 # Five minutes from a bare python3 (3.11 or newer): `make smoke` trains an agent, `make test` runs the tests.
 PYTHON ?= python3
+SGLANG_PYTHON ?= python3.11
 VENV ?= .venv
 UV_VERSION := 0.13.9
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+CACHE := $(or $(POLYTURN_CACHE),$(HOME)/.cache/polyturn)
+SGLANG := $(CACHE)/sglang-$(shell cat tools/sglang_cpu/*.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup proto lock lint format test test-real smoke smoke-ppo bench long clean
+.PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo bench long clean
 
 setup: $(STAMP)
 
@@ -39,6 +42,20 @@ test: $(STAMP)
 
 test-real: $(STAMP)  # real tokenizers, fetched once into $$POLYTURN_CACHE (~/.cache/polyturn)
 	$(PY) -m pytest tests/real
+
+# SGLang's own environment, built once outside of the tree. Its server runs on a CPU by tools/sglang_cpu/serve.py.
+sglang: $(SGLANG)/.installed
+
+$(SGLANG)/.installed:
+	$(SGLANG_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "polyturn: error: SGLang's environment needs Python 3.11, not $$($(SGLANG_PYTHON) --version); set SGLANG_PYTHON" >&2; exit 2; }
+	rm -rf $(SGLANG)
+	$(SGLANG_PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check -c tools/sglang_cpu/constraints.txt -r tools/sglang_cpu/requirements.txt
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tools/sglang_cpu/requirements-bare.txt
+	@touch $@
+
+test-sglang: $(STAMP) $(SGLANG)/.installed  # against a real SGLang server on this CPU
+	POLYTURN_SGLANG=$(SGLANG)/bin/python $(PY) -m pytest tests/engine_contract
 
 smoke: $(STAMP)
 	$(PY) tools/launch.py local configs/smoke.toml --overwrite

@@ -1,0 +1,191 @@
+"""Real engines on real ports: the embedded one, and SGLang where POLYTURN_SGLANG names the Python of its environment
+(`make test-sglang`). One process of each serves all tests; every test begins with weights A and an empty cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from learner.engine_api import EngineApi, EngineError
+from learner.model import hf
+from learner.model.spec import ModelSpec
+from tests.engine_contract.truth import Truth
+from tests.processes import until
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = REPOSITORY / "configs" / "tokenizers" / "tiny"
+SPEC = ModelSpec(1024, 64, 128, 2, 4, 2, 16, 10_000.0)
+END = 1017
+LENGTH = 512
+SGLANG = os.environ.get("POLYTURN_SGLANG", "")
+# As tools/launch.py would start it without a GPU.
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--grammar-backend", "none"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--skip-tokenizer-init", "--log-level", "warning"),
+    *("--max-total-tokens", "16384", "--max-running-requests", "32"),
+)
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """Random weights, larger than a fresh model's: its distributions are far from uniform."""
+    state = jax.tree.map(lambda x: 5 * x if x.ndim == 2 else x, hf.random_state(SPEC, seed))
+    hf.save(state, SPEC, folder, "float32", END)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / name)
+    return folder
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two directories of one architecture; their versions are 1 and 2."""
+
+    a: Path
+    b: Path
+    truth: dict[str, Truth] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    a, b = make_model(root / "a", 0), make_model(root / "b", 1)
+    return Models(a, b, {"1": Truth(a), "2": Truth(b)})
+
+
+class Served:
+    """An engine's process, spoken to as actors and publisher do."""
+
+    def __init__(self, name: str, url: str, process: subprocess.Popen) -> None:
+        self.name, self.url, self.process = name, url, process
+        self.api = EngineApi(url)
+        self.threads = ThreadPoolExecutor(64)
+
+    def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, Any]:
+        """Status and answer, as JSON where it is."""
+        import http.client
+
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            raw = answer.read()
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(raw)
+        except ValueError:
+            return answer.status, raw.decode()
+
+    def generate(self, ids: list[int], new: int = 8, temperature: float = 1.0, rid: str = "", **sampling: Any) -> dict[str, Any]:
+        """A successful answer."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": new, "temperature": temperature, "stop_token_ids": [END], **sampling},
+            "return_logprob": True,
+        }
+        status, answer = self.call("/generate", body | ({"rid": rid} if rid else {}))
+        assert status == 200, answer
+        return answer
+
+    def start(self, *arguments: Any, **named: Any) -> Future[dict[str, Any]]:
+        return self.threads.submit(self.generate, *arguments, **named)
+
+    def running(self) -> int:
+        status, answer = self.call("/v1/loads", method="GET")
+        assert status == 200, answer
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
+
+
+def ids_of(answer: dict[str, Any]) -> list[int]:
+    return [pair[1] for pair in answer["meta_info"]["output_token_logprobs"]]
+
+
+def logprobs_of(answer: dict[str, Any]) -> np.ndarray:
+    return np.asarray([pair[0] for pair in answer["meta_info"]["output_token_logprobs"]])
+
+
+def _started(name: str, command: list[str], log: Path, port: int) -> Served:
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True, env={**os.environ, **ENVIRONMENT}
+        )
+    if not port:
+        until(lambda: process.poll() is not None or re.search(r"listening on \S+", log.read_text()), name, 120)
+        found = re.search(r"listening on \S+:(\d+)", log.read_text())
+        assert found, log.read_text()
+        port = int(found[1])
+    served = Served(name, f"http://127.0.0.1:{port}", process)
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            served.api.health()
+        except EngineError:
+            return False
+        return True
+
+    until(ready, f"{name} to be ready", 300)
+    return served
+
+
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """One that nobody listens on at the moment: SGLang does not choose its own."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]
+
+
+def _command(name: str, model: Path) -> tuple[list[str], int]:
+    if name == "embedded":
+        shape = ["--slots", "16", "--cache-slots", "32", "--max-length", str(LENGTH), "--widths", "128,512"]
+        return [sys.executable, "-m", "learner.serving", "--model-path", str(model), *shape, "--port", "0"], 0
+    port = free_port()
+    serve = str(REPOSITORY / "tools" / "sglang_cpu" / "serve.py")
+    own = ["--model-path", str(model), "--context-length", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
+    return [SGLANG, serve, *own, *CPU_FLAGS], port
+
+
+@pytest.fixture(scope="session", params=["embedded", "sglang"])
+def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if request.param == "sglang" and not SGLANG:
+        pytest.skip("make test-sglang runs this against a real SGLang server")
+    command, port = _command(request.param, models.a)
+    served = _started(request.param, command, tmp_path_factory.mktemp("engine") / "log", port)
+    try:
+        yield served
+    finally:
+        served.threads.shutdown(wait=False, cancel_futures=True)
+        os.killpg(served.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            served.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(served.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def engine(process: Served, models: Models) -> Served:
+    """Weights A as version 1, nothing cached, nothing running."""
+    process.api.resume()
+    process.api.abort_all()
+    until(lambda: process.running() == 0, "an idle engine", 30)
+    process.api.update_weights(models.a, 1)
+    return process
