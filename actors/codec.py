@@ -74,7 +74,7 @@ def load_model_files(folder: str | Path) -> ModelFiles:
             f"{folder / 'config.json'}: vocab_size {rows} is below the tokenizer's {len(codec.pieces)} ids; "
             "use the tokenizer that belongs to the model"
         )
-    template = config.get("chat_template") or _read_optional(folder / "chat_template.jinja")
+    template = _template(folder, config.get("chat_template"))
     special = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
     special = {name: text for name, text in special.items() if text}
     end = special.get("eos_token", "")
@@ -83,6 +83,34 @@ def load_model_files(folder: str | Path) -> ModelFiles:
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     ends = {*_listed(model.get("eos_token_id")), *_listed(generation.get("eos_token_id"))}
     return ModelFiles(codec, template, end, rows, tuple(sorted(ends)), special, bool(config.get("add_bos_token")))
+
+
+def _template(folder: Path, entry: Any) -> str:
+    """The model's chat template, "" without one. `entry` is what tokenizer_config.json says of it.
+
+    As transformers has it: files of templates put the entry out of use, and of several under names the one called "default" is
+    taken. Not so "tool_use", which transformers takes instead as soon as a dialogue has tools: one template has to show all of
+    a dialogue, the bridges between its turns too, and tools that it does not show are explained in the instructions.
+    """
+    where, more = folder / "tokenizer_config.json", folder / "additional_chat_templates"
+    single = folder / "chat_template.jinja"
+    files = {"default": single} if single.is_file() else {}
+    files |= {path.name.removesuffix(".jinja"): path for path in more.glob("*.jinja")}
+    named: Any = files or entry
+    if not files and isinstance(entry, list):
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) and "template" in one for one in entry):
+            raise CodecError(f"{where}: chat_template is a list, but not of tables with a name and a template; write one text")
+        named = {one["name"]: one["template"] for one in entry}
+    if isinstance(named, dict):
+        if "default" not in named:
+            told = ", ".join(sorted(map(str, named)))
+            raise CodecError(f"{more if files else where}: no chat template is called 'default' ({told}); rename the one to use")
+        entry = named["default"]
+    if isinstance(entry, Path):
+        return _read_text(entry)
+    if not isinstance(entry, str | None):
+        raise CodecError(f"{where}: chat_template is {str(entry)[:40]!r}, no text; write the template, or chat_template.jinja")
+    return entry or ""
 
 
 def _content(token: Any) -> str:
@@ -94,15 +122,13 @@ def _listed(ids: Any) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def _read_optional(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
-
-
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text("utf-8")
     except OSError as error:
         raise CodecError(f"{path}: {error.strerror}; a model folder needs it") from error
+    except UnicodeDecodeError as error:
+        raise CodecError(f"{path}: not UTF-8 text: {error}") from error
 
 
 def _read_json(path: Path) -> dict:

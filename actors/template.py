@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from common.types import Json
 
@@ -70,11 +70,23 @@ def compile_template(template: str, variables: Mapping[str, Any] | None = None) 
     """
     try:
         from jinja2 import TemplateError as JinjaError
-        from jinja2.ext import loopcontrols
+        from jinja2 import nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise TemplateError("actors need jinja2: pip install 'polyturn[actors]'") from error
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+
+    class Generation(Extension):
+        """{% generation %} marks what the assistant says, for masks of losses: its body is text like any other's."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
 
     def refuse(message: str) -> None:
         raise JinjaError(message)

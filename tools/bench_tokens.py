@@ -4,8 +4,9 @@ would cost.
     python tools/bench_tokens.py [--model DIR] [--turns 64] [--tokens 1000] [--dialogues 15]
 
 A turn is half sampled ids, which are parsed and recorded, and half an observation, which is encoded and put behind them; then the
-next prompt is made. DIR is a model's folder (tokenizer.json, tokenizer_config.json, config.json); without it the tiny tokenizer.
-Prints a table and writes runs/bench/tokens.json.
+next prompt is made. Times are the CPU's, so that what else the machine does is not counted; "first" and "last" are medians over
+the four turns at that end of every dialogue. DIR is a model's folder (tokenizer.json, tokenizer_config.json, config.json);
+without it the tiny tokenizer. Prints a table and writes runs/bench/tokens.json.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from common.types import (  # noqa: E402
     VersionRun,
 )
 
+EDGE = 4  # turns at each end of a dialogue that are taken together: one turn alone is a matter of chance
 TINY = ROOT / "configs" / "tokenizers" / "tiny"
 
 
@@ -86,27 +88,27 @@ def tape() -> Tape:
 
 
 def incremental(chat: Chat, parser: TurnParser, turns: list[Turn]) -> list[float]:
-    """Seconds of each turn."""
+    """CPU seconds of each turn."""
     record, seconds = tape(), []
     history = History(chat, Rules(), Beginning("Go.", "", (Message("user", "Begin."),)), 10**9)
     prompt = history.begin()
     for index, turn in enumerate(turns):
         logprobs = [-0.5] * len(turn.ids)
-        begun = time.perf_counter()
+        begun = time.process_time()
         sampled = Sampled(turn.ids, logprobs, [VersionRun(0, 1, "e", "main")], Finish.STOP)
         parsed = parser.parse(turn.ids, Finish.STOP, index)
         record.append(prompt, sampled, parsed, {})
         history.stored(prompt, turn.ids, index)
         history.turn(turn.ids, parsed.spans, [Message("user", turn.observation)])
         prompt = history.show(history.next_view())
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.process_time() - begun)
     assert len(prompt) > sum(len(turn.ids) for turn in turns)
     record.end(Status.TRUNCATED)
     return seconds
 
 
 def rerendered(files: ModelFiles, folder: Path, turns: list[Turn]) -> float:
-    """Seconds of rendering and encoding the whole dialogue, as a stack that keeps text has to at its last turn."""
+    """CPU seconds of rendering and encoding the whole dialogue, as a stack that keeps text has to at its last turn."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
@@ -114,12 +116,12 @@ def rerendered(files: ModelFiles, folder: Path, turns: list[Turn]) -> float:
     for turn in turns:
         messages += [{"role": "assistant", "content": turn.text}, {"role": "user", "content": turn.observation}]
     special: Any = dict(files.special_tokens)
-    begun = time.perf_counter()
+    begun = time.process_time()
     text = tokenizer.apply_chat_template(
         messages, chat_template=files.template, tokenize=False, add_generation_prompt=True, **special
     )
     tokenizer.encode(str(text), add_special_tokens=False)
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def measure(folder: Path | None, turns: int, tokens: int, dialogues: int) -> dict[str, float]:
@@ -128,14 +130,15 @@ def measure(folder: Path | None, turns: int, tokens: int, dialogues: int) -> dic
     parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
     made = [dialogue(files, chat.end_id, turns, tokens, seed) for seed in range(dialogues)]
     incremental(chat, parser, made[0])  # the template is learnt once
-    seconds = np.median([incremental(chat, parser, each) for each in made], axis=0)
+    seconds = np.array([incremental(chat, parser, each) for each in made])  # [dialogues, turns]
+    first, last = (float(np.median(part)) for part in (seconds[:, :EDGE], seconds[:, -EDGE:]))
     again = statistics.median(rerendered(files, folder or TINY, each) for each in made)
     return {
-        "first_turn_ms": 1e3 * float(seconds[0]),
-        "last_turn_ms": 1e3 * float(seconds[-1]),
-        "last_over_first": float(seconds[-1] / seconds[0]),
+        "first_turn_ms": 1e3 * first,
+        "last_turn_ms": 1e3 * last,
+        "last_over_first": last / first,
         "rerender_last_turn_ms": 1e3 * again,
-        "ratio_rerender_last_turn": again / float(seconds[-1]),
+        "ratio_rerender_last_turn": again / last,
     }
 
 

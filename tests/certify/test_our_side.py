@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from actors.chat import Chat
-from actors.codec import ByteLevelCodec, ModelFiles
+from actors.codec import ByteLevelCodec, ModelFiles, decode
+from actors.history import History
 from actors.observations import ENDLESS
+from actors.raw import RawChat
+from actors.toolcalls import FORMATS
+from common.types import ids_array
 from tests.certify.conftest import TINY
 from tools.certifying import dialogues, sampling, spellings, texts
 from tools.certifying.engine import Ask, Sample
@@ -45,6 +50,47 @@ class NoNewline(Chat):
     def bridge(self, ended, messages, room=ENDLESS):
         context = super().bridge(ended, messages, room)
         return type(context)(context.ids[1:], context.spans)
+
+
+class Reencoding(History):
+    """Keeps a dialogue as text: what was sampled is encoded again for the next prompt."""
+
+    def stored(self, prompt, ids, index):
+        super().stored(prompt, ids, index)
+        self.ids = ids_array(self._chat.codec.encode_template(decode(self._chat.codec, self.ids.tolist())))
+
+
+class EndsAgain(History):
+    """Loses the id that ended a turn and lets the bridge write it: the same ids, but not what was sampled."""
+
+    def turn(self, ids, spans, messages):
+        super().turn(ids, spans, messages)
+        if self._chat.ended(ids):
+            self._turns[-1] = replace(self._turns[-1], ended=False)
+            self.ids = self.ids[:-1]
+
+
+class LosesTheEnd(History):
+    """Shows a sampled turn without its last id."""
+
+    def stored(self, prompt, ids, index):
+        super().stored(prompt, ids, index)
+        self.ids = self.ids[:-1]
+
+
+class SaysAnotherParent(History):
+    """The right prompts, recorded as if they had nothing in common with what was there."""
+
+    def show(self, view):
+        return replace(super().show(view), prefix_len=0)
+
+
+class SaysTooMuch(History):
+    """Records more of its parent than there is."""
+
+    def show(self, view):
+        prompt = super().show(view)
+        return replace(prompt, prefix_len=prompt.prefix_len + 1)
 
 
 def files(kind=ByteLevelCodec) -> ModelFiles:
@@ -86,6 +132,35 @@ def test_a_bridge_that_is_not_the_templates() -> None:
     found = failed(dialogues.scripted(NoNewline(files()), files(), {}))
     assert len(found) == 5
     assert "at character 119" in found["prefix: user turns"]
+
+
+PREFIX, RECORD = "prompt 2 does not begin with prompt 1 and its sample", "the record gives back another prompt 2"
+
+
+@pytest.mark.parametrize(
+    ("history", "words"),
+    [
+        (LosesTheEnd, PREFIX),
+        (EndsAgain, "segments: prompts do not grow"),
+        (SaysAnotherParent, RECORD),
+        (SaysTooMuch, "the record breaks a rule"),
+    ],
+)
+def test_a_history_that_does_not_keep_what_was_there(history, words) -> None:
+    found = failed(dialogues.scripted(Chat(files()), files(), {}, history))
+    assert len(found) >= 4
+    assert all(words in reason for check, reason in found.items() if "cut" not in check), found
+    raw = RawChat(files(), "$instructions\nQ: $task\nA:", "\n$observation\n", FORMATS["react"]())
+    assert failed(dialogues.scripted(raw, files(), {})) == {}
+    assert len(failed(dialogues.scripted(raw, files(), {}, history))) >= 4
+
+
+def test_a_history_that_encodes_samples_again() -> None:
+    """Shows with unusual spellings alone: a script's turns are the tokenizer's own."""
+    chat = Chat(files())
+    found = spellings.spellings(chat.codec)[: spellings.COUNT]
+    assert spellings.played(chat, found).problems() == []
+    assert PREFIX in spellings.played(chat, found, Reencoding).problems()
 
 
 def test_spellings_are_other_ids_of_the_same_text() -> None:

@@ -1,4 +1,4 @@
-"""Does each prompt begin with the one before and what was sampled, and is its text the template's own?
+"""Does each prompt that an actor makes begin with the one before and what was sampled, and is its text the template's own?
 
 Scripted turns are compared with what the chat template renders of the same dialogue. Many templates rewrite older turns (they
 drop reasoning); from there on the template itself is no reference, which is told and is no failure: append-only prompts differ
@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from actors.chat import Chat
 from actors.codec import END_THINK, THINK, ModelFiles, decode
 from actors.conversation import Conversation
+from actors.history import Beginning, History
 from actors.template import Slots, TemplateError, compile_template, cut_at_slots
-from actors.toolcalls.turns import TurnParser
 from common.types import Action, Json, Message, ToolCall
 from tools.certifying.engine import Ask, Engine
+from tools.certifying.played import Played, Written, parser_of
 from tools.certifying.rows import Row, Verdict, judged, not_run, quoted
 
 INSTRUCTIONS = "Be brief."
@@ -71,52 +71,45 @@ DIALOGUES = (
     Dialogue("a turn cut by length", (Turn("It is", ended=False), Turn("It is 4."))),
 )
 
-Written = list[tuple[list[int], list[int]]]  # of each turn: its prompt, what was sampled there; the last has a prompt alone
 
-
-def scripted(chat: Conversation, files: ModelFiles, options: dict[str, Any]) -> Iterator[Row]:
-    """A row per dialogue."""
+def scripted(chat: Conversation, files: ModelFiles, options: dict[str, Any], history: type[History] = History) -> Iterator[Row]:
+    """A row per dialogue. `history`: what makes the prompts; actors have History."""
     for dialogue in DIALOGUES:
         try:
-            written = _write(chat, dialogue)
+            said = _said(chat, dialogue)
         except ValueError as error:  # a format may know no several calls
             yield Row(f"prefix: {dialogue.name}", Verdict.NOT_RUN, reason=str(error), required=False)
             continue
-        problems, lengths = _grows(written), ", ".join(str(len(prompt)) for prompt, _ in written)
-        evidence = f"prompts of {lengths} ids, each begins with the one before and its sample"
+        played = begin(chat, dialogue, history)
+        for turn, ids in zip(dialogue.turns, said, strict=True):
+            played.turn(ids, turn.answers)
+        problems, lengths = played.problems(), ", ".join(str(len(prompt)) for prompt, _ in played.written)
+        evidence = f"prompts of {lengths} ids, each begins with the one before and its sample, and the record has them all"
         if isinstance(chat, Chat):
-            found, told = _compare(chat, files, options, dialogue, written)
+            found, told = _compare(chat, files, options, dialogue, played.written)
             problems, evidence = problems + found, f"{evidence}; {told}"
         yield judged(f"prefix: {dialogue.name}", problems, evidence)
 
 
-def _write(chat: Conversation, dialogue: Dialogue) -> Written:
-    """Prompts as a rollout makes them, with the dialogue's turns in the place of samples."""
-    parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
-    out: Written = []
-    prompt = opening(chat, dialogue)
+def _said(chat: Conversation, dialogue: Dialogue) -> list[list[int]]:
+    """The dialogue's turns as ids, in the place of samples. Raises ValueError."""
+    out = []
     for turn in dialogue.turns:
         if turn.calls:
-            ids = parser.encode(Action(turn.text, turn.calls))
+            out.append(parser_of(chat).encode(Action(turn.text, turn.calls)))
         else:
             text = turn.text.removeprefix(f"{THINK}\n") if chat.opens_reasoning else turn.text
-            ids = [*chat.codec.encode_template(text), *([chat.end_id] if turn.ended else [])]
-        out.append((prompt, ids))
-        prompt = [*prompt, *ids, *chat.bridge(chat.ended(ids), turn.answers).ids.tolist()]
-    return [*out, (prompt, [])]
+            out.append([*chat.codec.encode_template(text), *([chat.end_id] if turn.ended else [])])
+    return out
+
+
+def begin(chat: Conversation, dialogue: Dialogue, history: type[History] = History) -> Played:
+    tools = json.dumps(list(dialogue.tools)) if dialogue.tools else ""
+    return Played(chat, Beginning(INSTRUCTIONS, tools, (TASK,)), history)
 
 
 def opening(chat: Conversation, dialogue: Dialogue) -> list[int]:
-    tools = json.dumps(list(dialogue.tools)) if dialogue.tools else ""
-    return chat.opening(INSTRUCTIONS, tools, [TASK]).ids.tolist()
-
-
-def _grows(written: Written) -> list[str]:
-    return [
-        f"prompt {n + 1} does not begin with prompt {n} and its sample"
-        for n, ((prompt, ids), (following, _)) in enumerate(pairwise(written))
-        if following[: len(prompt) + len(ids)] != [*prompt, *ids]
-    ]
+    return begin(chat, dialogue).prompt
 
 
 # ---- against the template's own rendering -------------------------------------------------------------------------
@@ -214,8 +207,9 @@ def sampled(chat: Conversation, engine: Engine, limit: int) -> Row:
     """The same dialogues, each turn sampled: how many ids the engine counts, and how many it had in its cache."""
     check, problems, turns, cut, prompts, cached = "prefix: sampled turns", [], 0, 0, [], []
     for number, dialogue in enumerate(DIALOGUES):
-        prompt = opening(chat, dialogue)
+        played = begin(chat, dialogue)
         for turn in dialogue.turns:
+            prompt = played.prompt
             if len(prompt) + LIVE_TOKENS > limit:
                 break
             sample = engine.generate(Ask(prompt, LIVE_TOKENS, stops=stops(chat), seed=100 + number))
@@ -229,9 +223,8 @@ def sampled(chat: Conversation, engine: Engine, limit: int) -> Row:
             turns, cut = turns + 1, cut + (not chat.ended(sample.ids))
             prompts.append(len(prompt))
             cached.append(int(sample.meta.get("cached_tokens") or 0))
-            following = [*prompt, *sample.ids, *chat.bridge(chat.ended(sample.ids), turn.answers).ids.tolist()]
-            problems += _grows([(prompt, sample.ids), (following, [])])
-            prompt = following
+            played.turn(sample.ids, turn.answers)
+        problems += [f"{dialogue.name}: {problem}" for problem in played.problems()] if len(played.written) > 1 else []
     if not turns:
         return judged(check, problems, "") if problems else not_run([check], f"every prompt passes {limit} tokens")[0]
     again = f"{sum(cached)} of {sum(prompts)} prompt ids came from its cache"

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from actors.codec import Codec, decode
 from actors.conversation import Conversation
+from actors.history import History
 from common.types import Message
-from tools.certifying.dialogues import DIALOGUES, opening, stops
+from tools.certifying.dialogues import DIALOGUES, begin, stops
 from tools.certifying.engine import Ask, Engine, Refused, Sample, input_ids
+from tools.certifying.played import Played
 from tools.certifying.rows import Row, Verdict, judged, quoted
 
 WORDS = (" hello", " world", " answer", " because", " number", " there", " the", " you", "hello", "answer", "the")
@@ -47,20 +49,21 @@ class Continued:
     usual: list[int]
 
 
-def prompts(chat: Conversation) -> tuple[list[Spelling], list[int], list[int]]:
-    """The spellings, a prompt with a turn made of them as sampled, and what a program makes of it that keeps text."""
-    found = spellings(chat.codec)[:COUNT]
-    begin, end = opening(chat, DIALOGUES[0]), [chat.end_id, *chat.bridge(True, [Message("user", "Go on.")]).ids.tolist()]
-    sent = [*begin, *(i for each in found for i in each.other), *end]
-    return found, sent, _again(chat.codec, sent)
+def played(chat: Conversation, found: list[Spelling], history: type[History] = History) -> Played:
+    """A dialogue with one turn, made of the spellings as sampled. `history`: what makes its prompts; actors have History."""
+    out = begin(chat, DIALOGUES[0], history)
+    out.turn([*(i for each in found for i in each.other), chat.end_id], [Message("user", "Go on.")])
+    return out
 
 
 def accepted(chat: Conversation, engine: Engine) -> tuple[list[Row], list[Continued]]:
     """Rows, and what the learner can look at."""
-    found, sent, usual = prompts(chat)
+    found = spellings(chat.codec)[:COUNT]
     check = "non-canonical: prompt"
     if not found:
         return [Row(check, Verdict.NOT_RUN, reason="the tokenizer has one spelling for every word tried")], []
+    dialogue = played(chat, found)
+    sent, usual = dialogue.prompt, _again(chat.codec, dialogue.prompt)
     shown = ", ".join(f"{s.text!r} as {s.other} instead of {s.usual}" for s in found[:2])
     asks = [Ask(sent, TOKENS, stops=stops(chat), seed=200 + n) for n in range(4)]
     samples = engine.generate_all(asks)
@@ -68,7 +71,8 @@ def accepted(chat: Conversation, engine: Engine) -> tuple[list[Row], list[Contin
     evidence = (
         f"{shown}, ...: {len(sent)} ids sent, the engine counts {', '.join(counts)}; encoded again they would be {len(usual)}"
     )
-    problems = [] if counts == [str(len(sent))] else [f"{len(sent)} ids were sent, the engine counts {', '.join(counts)}"]
+    problems = dialogue.problems()
+    problems += [] if counts == [str(len(sent))] else [f"{len(sent)} ids were sent, the engine counts {', '.join(counts)}"]
     return [judged(check, problems, evidence), _echo(engine, sent)], [Continued(sample, usual) for sample in samples]
 
 
