@@ -29,7 +29,7 @@ ARROWS = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax", "chex"), ("learner", "tools", "tests")),
     **dict.fromkeys(("tokenizers", "transformers"), ("actors", "tools", "tests")),
     "kubernetes": ("envserver/sandboxes", "tools", "tests"),
-    "torch": (),
+    **dict.fromkeys(("torch", "sglang"), ("tools/sglang_cpu",)),  # which runs in SGLang's own environment
     "unittest": (),  # fakes are real classes
 }
 FUNCTION_LINES, MAIN_LINES, MODULE_LINES, PARAMETERS = 60, 150, 400, 7

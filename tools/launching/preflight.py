@@ -40,6 +40,7 @@ EXTRAS = {
     ),
     "actors": ("aiohttp", "jinja2", "orjson", "tokenizers"),
 }
+TEMPLATES = "additional_chat_templates"  # a folder, where a model has several
 OPTIONAL_TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -295,6 +296,8 @@ def write_folder(config: RunConfig, run: Path) -> Addresses:
     for name in (*TOKENIZER_FILES, *OPTIONAL_TOKENIZER_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     replace_file(folder / "config.json", json.dumps(model_config(config.model), indent=2).encode())
     addresses = choose_addresses(config)
     addresses.write(run)
