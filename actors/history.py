@@ -21,11 +21,11 @@ from actors.observations import Room
 from common.types import ActionKind, ContextKind, ContextPolicy, Message, Spans, expand_spans, ids_array, spans_from, spans_of
 
 PLACEHOLDER = "[This answer is no longer shown.]"
-UNSHOWN = "[{count} earlier turns are not shown.]"
-SUMMED_UP = "[{count} earlier turns are not shown. They come to this:]\n"
+UNSHOWN = "[Earlier turns that are not shown: {count}.]"
+SUMMED_UP = "[Earlier turns that are not shown: {count}. They come to this:]\n"
 ASK = (
     "The conversation is about to be cut. Sum up what matters for the task: what was found, what was tried, what is left to do. "
-    "Call no tool. Only this summary will be shown."
+    "Call no tool. Your summary will stand in the place of what is cut."
 )
 
 
@@ -128,7 +128,7 @@ class History:
         self.summary: tuple[int, ...] = ()
         self.ids, self.last = ids_array([]), -1
         self._turns: list[_Turn] = []
-        self._shown: dict[tuple[int, bool], Context] = {}  # earlier answers by turn and whether they are hidden: encoded once
+        self._shown: dict[tuple[int, bool], Context] = {}  # answers by turn and whether they are hidden: as they were shown first
         self.answered = False  # whether the newest step was a turn, and the answer to it is known
 
     @property
@@ -190,6 +190,7 @@ class History:
         """The prompt after the newest turn, in `view`. It may be longer than the limit when nothing can be shortened."""
         if view == self.view:
             context = self._answer(self._limit - len(self.ids))
+            self._shown[len(self._turns) - 1, False] = context
             return Prompt(np.concatenate([self.ids, context.ids]), self.last, len(self.ids), context)
         self.view = view
         return self._prompt(self._whole(view, self._limit))
@@ -259,6 +260,7 @@ class History:
                 pieces.append(self._earlier(number, hidden=number < view.hidden))
             else:
                 pieces.append(self._answer(room - sum(map(len, pieces))))
+                self._shown[number, False] = pieces[-1]
         return _joined(pieces)
 
     def _earlier(self, number: int, hidden: bool) -> Context:

@@ -50,7 +50,7 @@ async def test_older_observations_have_a_placeholder() -> None:
 
 
 async def test_discard_all_above_a_length() -> None:
-    work = under("discard", ["a" * 30, "b" * 30, "c" * 30, "d"], tokens=100)
+    work = under("discard", ["a" * 30, "b" * 40, "c" * 30, "d"], tokens=110)
     with FakeEngine(reply=numbered()) as engine:
         record = await play(work, engine)
         sane(record, engine, work)
@@ -145,6 +145,18 @@ async def test_a_huge_answer_leaves_room_for_a_turn() -> None:
             sane(record, engine, work)
         assert record.status == Status.TERMINATED, (policy, record.flags)
         assert len(full_prompt(record, 2)) == 450
+
+
+async def test_a_huge_answer_stays_as_short_as_it_was_shown_first() -> None:
+    work = under("window", ["aaa", "x" * 5000, "c", "d"], Limits(8, 700, 20.0), turns=2)
+    work = replace(work, sampling=replace(work.sampling, max_new_tokens=50))
+    with FakeEngine(reply=numbered()) as engine:
+        record = await play(work, engine)
+        sane(record, engine, work)
+    assert record.status == Status.TERMINATED, record.flags
+    cut = shown(record, 2).rpartition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0]
+    assert "tokens left out" in cut
+    assert f"<|im_start|>tool\n{cut}<|im_end|>\n" in shown(record, 3)
 
 
 @pytest.mark.parametrize("policy", ["discard", "summary"])

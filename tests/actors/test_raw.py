@@ -67,7 +67,7 @@ async def test_a_window_over_one_growing_text() -> None:
         record = await play(work, engine, raw("Q: $task\nA:"))
         last = decode(FILES.codec, prompts(engine)[2])
     assert record.status == Status.TERMINATED, record.flags
-    assert last == "Q: he\n[1 earlier turns are not shown.]\nA:hello<|im_end|>\nbb\n```\n"
+    assert last == "Q: he\n[Earlier turns that are not shown: 1.]\nA:hello<|im_end|>\nbb\n```\n"
     assert len(segments(record)) == 3
 
 

@@ -206,5 +206,5 @@ async def test_a_helper_sums_up_too() -> None:
     assert [step.kind for step in record.steps] == [act, sub, sub, summary, sub, act]
     assert [step.parent for step in record.steps] == [-1, 0, 1, 2, 3, 0]
     assert chains(record.steps) == [[0, 5], [1, 2, 3], [4]]
-    assert "[2 earlier turns are not shown. They come to this:]\nhello<|im_end|>" in shown(record, 4)
+    assert "[Earlier turns that are not shown: 2. They come to this:]\nhello<|im_end|>" in shown(record, 4)
     assert "x" * 300 not in shown(record, 5)
