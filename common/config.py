@@ -94,6 +94,9 @@ class EngineConfig(Table):
     prefill_slots: Positive = Field(default=8, description="slots per prefill dispatch")
     widths: list[Positive] = Field(default=[128, 192, 256, 320], description="attended widths, rising; the last is max_length")
     timeout_s: Rate = Field(default=60.0, description="of one /generate call")
+    python: str = Field(
+        default="", description="sglang: the Python of its environment, as `make sglang` builds one; empty: this one"
+    )
     args: list[str] = Field(default=[], description="further arguments for an SGLang server")
 
     @model_validator(mode="after")
@@ -101,7 +104,7 @@ class EngineConfig(Table):
         if self.kind == "sglang":
             unused(self, "engine", 'kind = "embedded"', "decode_chunk", "prefill_chunk", "prefill_slots", "widths")
             return self
-        unused(self, "engine", 'kind = "sglang"', "args")
+        unused(self, "engine", 'kind = "sglang"', "python", "args")
         if self.widths != sorted(set(self.widths)) or not self.widths or self.widths[-1] != self.max_length:
             raise ValueError(f"engine.widths {self.widths} must rise and end at engine.max_length {self.max_length}")
         return self

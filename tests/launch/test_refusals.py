@@ -123,6 +123,12 @@ def test_a_model_directory_without_weights(stage):
 
 def test_sglang_that_is_not_installed(stage):
     refused(stage, stage.call_local("--engine.kind=sglang"), "sglang is not installed", "--engine.kind=embedded")
+    refused(
+        stage,
+        stage.call_local("--engine.kind=sglang", "--engine.python=/no/python"),
+        "engine.python = '/no/python': no such file",
+    )
+    refused(stage, stage.call_local("--engine.kind=sglang", f"--engine.python={sys.executable}"), "no sglang in its environment")
 
 
 @pytest.mark.parametrize("key", ["learner.port", "engine.port"])

@@ -25,8 +25,9 @@ from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
 from common.files import replace_file
 from common.vocabulary import token_ids
+from tools.launching import engines
 from tools.launching.runs import Refusal
-from tools.launching.supervisor import Program
+from tools.launching.supervisor import Program, has_accelerator
 
 # Below every system's range of ephemeral ports, so that no outgoing connection takes a port before its server binds it.
 PORTS = range(20_000, 32_000)
@@ -61,6 +62,7 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
 
     used = "path" if config.model.path else "tokenizer"
     model = config.model.model_copy(update={used: absolute(getattr(config.model, used))})
+    engine = config.engine.model_copy(update={"python": absolute(config.engine.python)})
     tls = config.tls.model_copy(update={name: absolute(getattr(config.tls, name)) for name in ("cert", "key", "ca")})
     domains = [
         domain.model_copy(
@@ -72,7 +74,7 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
         )
         for domain in config.domains
     ]
-    return config.model_copy(update={"model": model, "tls": tls, "domains": domains})
+    return config.model_copy(update={"model": model, "engine": engine, "tls": tls, "domains": domains})
 
 
 def check(config: RunConfig) -> None:
@@ -86,11 +88,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from missing_packages()
     yield from _domain_problems(config)
     yield from _model_problems(config.model)
-    if config.engine.kind == "sglang" and importlib.util.find_spec("sglang") is None:
-        yield (
-            'engine.kind = "sglang": sglang is not installed in this Python; '
-            'pip install -e ".[sglang]", or set --engine.kind=embedded'
-        )
+    if problem := engines.problem(config.engine):
+        yield problem
     yield from _tls_problems(config.tls)
     yield from _port_problems(config)
 
@@ -316,7 +315,10 @@ def programs(config: RunConfig, run: Path, addresses: Addresses, learner_argumen
         for domain in config.domains
         for index in range(domain.replicas)
     ]
-    out += [Program(engine.name, "engine", _engine_command(config, run, engine.url)) for engine in addresses.engines]
+    out += [
+        Program(engine.name, "engine", engines.command(config, run, engine.url, has_accelerator()))
+        for engine in addresses.engines
+    ]
     learner = (python, "-m", "learner", "--run", folder, *learner_arguments)
     out.append(Program("learner", "learner", learner, resumes=not learner_arguments))
     out += [
@@ -324,22 +326,3 @@ def programs(config: RunConfig, run: Path, addresses: Addresses, learner_argumen
         for index in range(config.actors.count)
     ]
     return out
-
-
-def _engine_command(config: RunConfig, run: Path, url: str) -> tuple[str, ...]:
-    """Engines start with random weights: version 0, which no rollout uses; the learner publishes version 1."""
-    engine, (host, port) = config.engine, url.removeprefix("http://").rsplit(":", 1)
-    common = ("--model-path", str(run / "model"), "--load-format", "dummy", "--host", host, "--port", port)
-    if engine.kind == "sglang":
-        length = ("--context-length", str(engine.max_length), "--max-running-requests", str(engine.slots))
-        return (sys.executable, "-m", "sglang.launch_server", *common, "--skip-tokenizer-init", *length, *engine.args)
-    sizes = {
-        "--slots": engine.slots,
-        "--max-length": engine.max_length,
-        "--decode-chunk": engine.decode_chunk,
-        "--prefill-chunk": engine.prefill_chunk,
-        "--prefill-slots": engine.prefill_slots,
-        "--widths": ",".join(map(str, engine.widths)),
-        "--dtype": config.model.dtype,
-    }
-    return (sys.executable, "-m", "learner.serving", *common, *(text for pair in sizes.items() for text in map(str, pair)))

@@ -1,0 +1,41 @@
+"""How engines are started: by kind, and by what the machine has."""
+
+import sys
+from pathlib import Path
+
+from common.cli import load
+from tests.launch.stage import REPOSITORY
+from tools.launching import engines
+
+RUN, URL = Path("/runs/x"), "http://127.0.0.1:4000"
+COMMON = ("--model-path", "/runs/x/model", "--load-format", "dummy", "--host", "127.0.0.1", "--port", "4000")
+
+
+def config(*overrides):
+    return load(REPOSITORY / "configs" / "smoke_sglang.toml", list(overrides))
+
+
+def test_sglang_on_an_accelerator():
+    made = engines.command(config("--engine.python=/s/bin/python", '--engine.args=["--tp","2"]'), RUN, URL, True)
+    assert made[:3] == ("/s/bin/python", "-m", "sglang.launch_server")
+    assert made[3 : 3 + len(COMMON)] == COMMON
+    assert made[-2:] == ("--tp", "2")
+    assert "--device" not in made
+    assert made[made.index("--max-running-requests") + 1] == "64"
+    assert made[made.index("--context-length") + 1] == "192"
+    assert engines.command(config(), RUN, URL, True)[0] == sys.executable
+
+
+def test_sglang_on_a_cpu():
+    made = engines.command(config("--engine.python=/s/bin/python"), RUN, URL, False)
+    assert made[:2] == ("/s/bin/python", str(REPOSITORY / "tools" / "sglang_cpu" / "serve.py"))
+    assert Path(made[1]).is_file()
+    assert made[made.index("--device") + 1] == "cpu"
+    assert made[made.index("--dtype") + 1] == "float32"
+    assert made[made.index("--max-total-tokens") + 1] == str(64 * 192)
+
+
+def test_the_embedded_engine():
+    made = engines.command(load(REPOSITORY / "configs" / "smoke.toml"), RUN, URL, False)
+    assert made[:3] == (sys.executable, "-m", "learner.serving")
+    assert made[made.index("--widths") + 1] == "64,128,192"

@@ -1,0 +1,59 @@
+"""Command lines of inference engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from common.config import EngineConfig, RunConfig
+
+SERVE_ON_CPU = Path(__file__).parents[1] / "sglang_cpu" / "serve.py"
+# Stock SGLang's server has no kernels of its own for a CPU: torch's attention, no grammars, nothing overlapped.
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"),
+    *("--disable-overlap-schedule", "--skip-server-warmup"),
+)
+
+
+def problem(engine: EngineConfig) -> str:
+    """Why engines of this kind cannot be started here; empty when they can."""
+    if engine.kind != "sglang":
+        return ""
+    if not engine.python:
+        if importlib.util.find_spec("sglang"):
+            return ""
+        return (
+            'engine.kind = "sglang": sglang is not installed in this Python; `make sglang` builds an environment for it, '
+            "name its Python by --engine.python=..., or set --engine.kind=embedded"
+        )
+    python = Path(engine.python)
+    if not python.is_file():
+        return (
+            f"engine.python = {engine.python!r}: no such file; name the Python of SGLang's environment (`make sglang` builds one)"
+        )
+    if not any(python.parents[1].glob("lib/python*/site-packages/sglang")):
+        return f"engine.python = {engine.python!r}: there is no sglang in its environment; `make sglang` builds one"
+    return ""
+
+
+def command(config: RunConfig, run: Path, url: str, accelerator: bool) -> tuple[str, ...]:
+    """Engines start with random weights: version 0, which no rollout uses; the learner publishes version 1."""
+    engine, (host, port) = config.engine, url.removeprefix("http://").rsplit(":", 1)
+    common = ("--model-path", str(run / "model"), "--load-format", "dummy", "--host", host, "--port", port)
+    if engine.kind == "sglang":
+        python = engine.python or sys.executable
+        start = (python, "-m", "sglang.launch_server") if accelerator else (python, str(SERVE_ON_CPU))
+        sizes = ("--context-length", str(engine.max_length), "--max-running-requests", str(engine.slots))
+        room = () if accelerator else (*CPU_FLAGS, "--max-total-tokens", str(engine.slots * engine.max_length))
+        return (*start, *common, "--skip-tokenizer-init", "--dtype", config.model.dtype, *sizes, *room, *engine.args)
+    sizes = {
+        "--slots": engine.slots,
+        "--max-length": engine.max_length,
+        "--decode-chunk": engine.decode_chunk,
+        "--prefill-chunk": engine.prefill_chunk,
+        "--prefill-slots": engine.prefill_slots,
+        "--widths": ",".join(map(str, engine.widths)),
+        "--dtype": config.model.dtype,
+    }
+    return (sys.executable, "-m", "learner.serving", *common, *(text for pair in sizes.items() for text in map(str, pair)))
