@@ -80,7 +80,8 @@ class EngineApi:
 
     def update_weights(self, directory: Path, version: int) -> None:
         """Load `directory` and flush the prefix cache: no key or value of the old weights may serve the new ones."""
-        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+        # A server that was started with random weights would make random ones again: it is told that these are files.
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True, "load_format": "safetensors"}
         answer = self._call("POST", "/update_weights_from_disk", self._deadlines.update_s, body)
         if isinstance(answer, dict) and not answer.get("success", True):
             raise EngineError("/update_weights_from_disk", 200, _message(answer))

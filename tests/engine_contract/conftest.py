@@ -33,6 +33,7 @@ TINY = REPOSITORY / "configs" / "tokenizers" / "tiny"
 SPEC = ModelSpec(1024, 64, 128, 2, 4, 2, 16, 10_000.0)
 END = 1017
 LENGTH = 512
+RANDOM = ("--load-format", "dummy")  # as the launcher starts them: what they serve comes from the learner
 SGLANG = os.environ.get("POLYTURN_SGLANG", "")
 # As tools/launch.py would start it without a GPU.
 CPU_FLAGS = (
@@ -156,11 +157,11 @@ def free_port() -> int:
 
 def _command(name: str, model: Path) -> tuple[list[str], int]:
     if name == "embedded":
-        shape = ["--slots", "16", "--cache-slots", "32", "--max-length", str(LENGTH), "--widths", "128,512"]
+        shape = [*RANDOM, "--slots", "16", "--cache-slots", "32", "--max-length", str(LENGTH), "--widths", "128,512"]
         return [sys.executable, "-m", "learner.serving", "--model-path", str(model), *shape, "--port", "0"], 0
     port = free_port()
     serve = str(REPOSITORY / "tools" / "sglang_cpu" / "serve.py")
-    own = ["--model-path", str(model), "--context-length", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
+    own = ["--model-path", str(model), *RANDOM, "--context-length", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
     return [SGLANG, serve, *own, *CPU_FLAGS], port
 
 

@@ -28,7 +28,12 @@ def damaged(models: Models, folder: Path, damage: str) -> Path:
 
 @pytest.mark.parametrize("damage", ["missing", "without weights", "cut short"])  # the last one last: an engine may die of it
 def test_weights_that_cannot_be_loaded(engine: Served, models: Models, tmp_path: Path, damage: str) -> None:
-    body = {"model_path": str(damaged(models, tmp_path / "bad", damage)), "weight_version": "9", "flush_cache": True}
+    body = {
+        "model_path": str(damaged(models, tmp_path / "bad", damage)),
+        "weight_version": "9",
+        "flush_cache": True,
+        "load_format": "safetensors",
+    }
     if (engine.name, damage) in DIES:
         with pytest.raises((http.client.HTTPException, OSError)):
             engine.call("/update_weights_from_disk", body)

@@ -46,7 +46,12 @@ def test_errors_say_which_call_and_why(engine):
     engine.script("/update_weights_from_disk", Answer(400, {"success": False, "message": "Failed to load\nsecond line"}))
     with pytest.raises(EngineError, match=r"^/update_weights_from_disk answered 400: Failed to load$"):
         api.update_weights(Path("/nowhere"), 3)
-    assert engine.calls[-1][1] == {"model_path": "/nowhere", "weight_version": "3", "flush_cache": True}
+    assert engine.calls[-1][1] == {
+        "model_path": "/nowhere",
+        "weight_version": "3",
+        "flush_cache": True,
+        "load_format": "safetensors",
+    }
     engine.script("/pause_generation", Answer(400, {"error": {"message": "no such mode"}}))
     with pytest.raises(EngineError, match="no such mode"):
         api.pause()

@@ -14,6 +14,8 @@ from tests.publish.calls import EASY, TIGHT, Log, generate, in_background, load,
 SEQUENCE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 UNDO = ["/abort_request", "/flush_cache", "/continue_generation"]
 
+LOADED = {"flush_cache": True, "load_format": "safetensors"}
+
 
 def test_order_of_an_update(tmp_path, engine):
     log = Log()
@@ -24,7 +26,7 @@ def test_order_of_an_update(tmp_path, engine):
         assert engine.posts() == SEQUENCE
         assert engine.calls[0][1] == {"mode": "retract"}
         folder = str((tmp_path / "weights" / "1").resolve())
-        assert engine.calls[1][1] == {"model_path": folder, "weight_version": "1", "flush_cache": True}
+        assert engine.calls[1][1] == {"model_path": folder, "weight_version": "1", **LOADED}
         assert np.array_equal(load(tmp_path / "weights" / "1")["model.norm.weight"], np.ones(4, np.float32))
         assert (tmp_path / "weights" / "1" / "DONE").exists()
         assert publisher.engines() == [EngineInfo("engine-0", engine.url, "main", 1, "ready", "")]
