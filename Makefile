@@ -45,6 +45,7 @@ test-real: $(STAMP)  # real tokenizers, fetched once into $$POLYTURN_CACHE (~/.c
 
 # SGLang's own environment, built once outside of the tree. Its server runs on a CPU by tools/sglang_cpu/serve.py.
 sglang: $(SGLANG)/.installed
+	@echo "engine.python: $(SGLANG)/bin/python"
 
 $(SGLANG)/.installed:
 	$(SGLANG_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "polyturn: error: SGLang's environment needs Python 3.11, not $$($(SGLANG_PYTHON) --version); set SGLANG_PYTHON" >&2; exit 2; }
