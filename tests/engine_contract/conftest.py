@@ -25,8 +25,8 @@ import pytest
 from learner.engine_api import EngineApi, EngineError
 from learner.model import hf
 from learner.model.spec import ModelSpec
-from tests.engine_contract.truth import Truth
 from tests.processes import until
+from tools.certifying.scores import Learner
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tokenizers" / "tiny"
@@ -58,14 +58,14 @@ class Models:
 
     a: Path
     b: Path
-    truth: dict[str, Truth] = field(default_factory=dict)
+    truth: dict[str, Learner] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("models")
     a, b = make_model(root / "a", 0), make_model(root / "b", 1)
-    return Models(a, b, {"1": Truth(a), "2": Truth(b)})
+    return Models(a, b, {"1": Learner(a, "float32"), "2": Learner(b, "float32")})
 
 
 class Served:

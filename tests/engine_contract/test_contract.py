@@ -13,6 +13,7 @@ from tests.engine_contract.conftest import END, LENGTH, Models, Served, ids_of, 
 from tests.processes import until
 
 CLOSE = 1e-4  # float32
+LONG = {"new": 440, "ignore_eos": True, "stop_token_ids": []}  # still running when a test looks: it cannot end itself
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, 1000, length).tolist() for length in (5, 17, 40, 64, 65, 100)]
 
@@ -30,7 +31,7 @@ def differences(answer: dict, prompt: list[int], models: Models, temperature: fl
     ids, own = ids_of(answer), logprobs_of(answer)
     out = np.empty(len(ids))
     for span in answer["meta_info"]["weight_versions"]:
-        truth = models.truth[span["version"]].logprobs([*prompt, *ids], len(prompt), temperature)
+        truth = models.truth[span["version"]].logprobs([(prompt, ids)], temperature)[0]
         out[span["start"] : span["end"]] = (own - truth)[span["start"] : span["end"]]
     return np.abs(out)
 
@@ -104,7 +105,7 @@ def test_new_weights_and_their_name(engine: Served, models: Models) -> None:
 def test_weights_change_under_load(engine: Served, models: Models) -> None:
     """Sixteen requests in flight: none is lost, each token says which weights sampled it, and has their logprob."""
     prompts = [[*PROMPTS[2], n] for n in range(16)]
-    flying = [engine.start(prompt, new=300, ignore_eos=False) for prompt in prompts]
+    flying = [engine.start(prompt, **LONG) for prompt in prompts]
     until(lambda: engine.running() == 16, "requests in flight", 30)
     engine.api.pause()
     engine.api.update_weights(models.b, 2)
@@ -121,7 +122,7 @@ def test_weights_change_under_load(engine: Served, models: Models) -> None:
 
 
 def test_a_pause_keeps_what_was_sampled(engine: Served, models: Models) -> None:
-    flying = engine.start(PROMPTS[3], new=300)
+    flying = engine.start(PROMPTS[3], **LONG)
     until(lambda: engine.running() == 1, "a request in flight", 30)
     engine.api.pause()
     engine.api.resume()
@@ -139,12 +140,12 @@ def test_a_request_during_a_pause_waits(engine: Served) -> None:
 
 
 def test_an_abort_gives_back_what_there_is(engine: Served, models: Models) -> None:
-    flying = engine.start(PROMPTS[3], new=400, rid="mine")
+    flying = engine.start(PROMPTS[3], **LONG, rid="mine")
     until(lambda: engine.running() == 1, "a request in flight", 30)
     engine.call("/abort_request", {"rid": "mine"})
     answer = flying.result(60)
     if answer["meta_info"]["finish_reason"]["type"] == "abort":  # it may have ended by itself
-        assert len(ids_of(answer)) < 400
+        assert len(ids_of(answer)) < LONG["new"]
     spans_cover(answer)
     assert differences(answer, PROMPTS[3], models).max(initial=0) < CLOSE
     assert engine.call("/abort_request", {"rid": "nobody"})[0] == 200
@@ -152,7 +153,11 @@ def test_an_abort_gives_back_what_there_is(engine: Served, models: Models) -> No
 
 def test_a_client_that_hangs_up_frees_its_place(engine: Served) -> None:
     connection = http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=60)
-    body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 400, "stop_token_ids": []}, "return_logprob": True}
+    body = {
+        "input_ids": PROMPTS[0],
+        "sampling_params": {"max_new_tokens": 400, "stop_token_ids": [], "ignore_eos": True},
+        "return_logprob": True,
+    }
     connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
     until(lambda: engine.running() == 1, "a request in flight", 30)
     connection.close()
