@@ -12,7 +12,6 @@ from pathlib import Path
 from common import cli
 from common.addresses import Addresses, AddressesError
 from common.config import RunConfig
-from common.types import ContextPolicy
 from common.validate import Vocabulary
 from common.wire import Tls
 
@@ -36,10 +35,9 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     files = load_model_files(run / "model")
     chat = conversation(files, config.chat)
     for domain in config.domains:
-        context, limits = domain.context, domain.limits
-        rules = Rules.of(ContextPolicy(context.name, context.model_dump(exclude={"name"})))
+        limits = domain.limits
         try:
-            check_room(chat, rules, limits.max_tokens, limits.max_new_tokens)
+            check_room(chat, Rules.of(domain.context.policy), limits.max_tokens, limits.max_new_tokens)
         except ValueError as error:
             raise cli.ConfigError(f"domains.{domain.name}: {error}") from error
     parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)

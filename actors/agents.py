@@ -26,6 +26,7 @@ from actors.summaries import Summaries
 from actors.tape import Sampled, Tape
 from actors.toolcalls.arguments import schemas_of
 from actors.toolcalls.turns import Turn, TurnParser
+from common.config_domain import DELEGATE
 from common.seeds import turn_seed
 from common.types import (
     Action,
@@ -45,10 +46,10 @@ log = logging.getLogger("actors.agents")
 
 TURN_TRIES = 8  # requests for one turn, over all engines: the only retry of a generation
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 4.0
-DELEGATE = {
+DELEGATE_TOOL = {
     "type": "function",
     "function": {
-        "name": "delegate",
+        "name": DELEGATE,
         "description": "Have a helper do a part of the task. It has the other tools, sees only your words, answers with a text.",
         "parameters": {
             "type": "object",
@@ -57,7 +58,6 @@ DELEGATE = {
         },
     },
 }
-DELEGATE_NAME = "delegate"
 
 
 class RolloutError(Exception):
@@ -212,7 +212,7 @@ class Agents:
             text, error = "", "Not executed: the episode is over."
             if observation.status == self._tape.status == Status.RUNNING:
                 text, error = await self._delegate(history, call)
-            self._tape.called(index, [ToolOutcome(DELEGATE_NAME, not error, error, time.monotonic() - begun)])
+            self._tape.called(index, [ToolOutcome(DELEGATE, not error, error, time.monotonic() - begun)])
             answers.append(Message("tool", f"Error: {error}" if error else text, call.id))
         order = {call.id: n for n, call in enumerate(action.tool_calls)}
         messages = sorted((*observation.messages, *answers), key=lambda message: order.get(message.tool_call_id, len(order)))
@@ -222,7 +222,7 @@ class Agents:
         """The helper's answer, or what went wrong."""
         task = call.arguments.get("task") if isinstance(call.arguments, dict) else None
         if not isinstance(task, str) or not task.strip():
-            return "", f"{DELEGATE_NAME} needs the argument task, a text"
+            return "", f"{DELEGATE} needs the argument task, a text"
         if not self._helpers:
             return "", f"no more helpers: {self._rules.subagent_calls} are allowed"
         self._helpers -= 1
@@ -286,9 +286,9 @@ def open_history(
     tools_json = session.tools_json
     if helpers:
         tools = json.loads(tools_json) if tools_json else []
-        if DELEGATE_NAME in [tool.get("function", tool).get("name") for tool in tools]:
-            raise RolloutError(f"the environment has a tool {DELEGATE_NAME!r} of its own; set context.subagent_turns = 0")
-        tools_json = json.dumps([*tools, DELEGATE])
+        if DELEGATE in [tool.get("function", tool).get("name") for tool in tools]:
+            raise RolloutError(f"the environment has a tool {DELEGATE!r} of its own; set context.subagent_turns = 0")
+        tools_json = json.dumps([*tools, DELEGATE_TOOL])
     return History(chat, rules, Beginning(session.instructions, tools_json, tuple(messages)), *sizes)
 
 
@@ -312,4 +312,4 @@ async def env_step(tape: Tape, parts: Parts, session: Session, index: int, actio
 
 
 def _delegates(call: ToolCall) -> bool:
-    return call.name == DELEGATE_NAME and not call.error
+    return call.name == DELEGATE and not call.error

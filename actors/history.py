@@ -102,8 +102,8 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class _Turn:
-    whole: np.ndarray  # [A] int32
-    bare: np.ndarray  # without its reasoning
+    ids: np.ndarray  # [A] int32
+    spans: Spans
     ended: bool
     messages: tuple[Message, ...]  # the answer to it
 
@@ -129,6 +129,7 @@ class History:
         self.ids, self.last = ids_array([]), -1
         self._turns: list[_Turn] = []
         self._shown: dict[tuple[int, bool], Context] = {}  # answers by turn and whether they are hidden: as they were shown first
+        self._thoughtless: dict[int, np.ndarray] = {}  # turns without their reasoning
         self.answered = False  # whether the newest step was a turn, and the answer to it is known
 
     @property
@@ -147,29 +148,34 @@ class History:
 
     def turn(self, ids: Sequence[int], spans: Spans, messages: Sequence[Message]) -> None:
         """The newest step was a turn, and this is the answer to it."""
-        kinds = expand_spans(spans, len(ids))
-        ended, self.answered = self._chat.ended(ids), True
-        self._turns.append(_Turn(ids_array(ids), self._without(ids, kinds, ActionKind.REASONING), ended, tuple(messages)))
+        self.answered = True
+        self._turns.append(_Turn(ids_array(ids), spans, self._chat.ended(ids), tuple(messages)))
 
     def summed_up(self, ids: Sequence[int], spans: Spans) -> None:
         """The newest step was a summary: what it says outside of reasoning and calls is shown from now on, without control
         tokens: it stands in a user's message, which it must not end. One that says nothing leaves the last one."""
-        said = self._without(ids, expand_spans(spans, len(ids)), ActionKind.REASONING, ActionKind.CALL)
+        said = self._without(ids_array(ids), spans, ActionKind.REASONING, ActionKind.CALL)
         control = set(self._chat.codec.control.values())
         self.summary = tuple(i for i in said.tolist() if i not in control) or self.summary
 
-    def _without(self, ids: Sequence[int], kinds: np.ndarray, *left_out: ActionKind) -> np.ndarray:
+    def _bare(self, number: int) -> np.ndarray:
+        """A turn without its reasoning; made when a policy first wants it, never for one that keeps all."""
+        if number not in self._thoughtless:
+            turn = self._turns[number]
+            self._thoughtless[number] = self._without(turn.ids, turn.spans, ActionKind.REASONING)
+        return self._thoughtless[number]
+
+    def _without(self, ids: np.ndarray, spans: Spans, *left_out: ActionKind) -> np.ndarray:
         """The ids of other kinds; the space after what is left out at the beginning goes with it, as templates have it."""
-        array = ids_array(ids)
-        stays = ~np.isin(kinds, left_out)
+        stays = ~np.isin(expand_spans(spans, len(ids)), left_out)
         if stays.all():
-            return array
+            return ids
         pieces = self._chat.codec.pieces
-        for n in range(int(np.argmin(stays)), len(array)):
-            if stays[n] and pieces[array[n]].strip():
+        for n in range(int(np.argmin(stays)), len(ids)):
+            if stays[n] and pieces[ids[n]].strip():
                 break
             stays[n] = False
-        return array[stays]
+        return ids[stays]
 
     # ---- what is shown --------------------------------------------------------------------------------------
 
@@ -213,7 +219,7 @@ class History:
         said += [self._text(self.summary)] if self.summary else []
         for number in range(self.view.first, view.first):
             turn = self._turns[number]
-            ids = turn.bare if number < self.view.bare else turn.whole
+            ids = self._bare(number) if number < self.view.bare else turn.ids
             said.append(f"[assistant]\n{self._text(ids[: len(ids) - turn.ended].tolist())}")
             answer = self._earlier(number, hidden=number < self.view.hidden)
             roles = " ".join(dict.fromkeys(message.role for message in turn.messages))
@@ -254,7 +260,7 @@ class History:
             turn, bare = self._turns[number], number < view.bare
             if bare:
                 pieces[-1] = _cut(pieces[-1], 0, len(pieces[-1]) - self._chat.thought)  # a generation prompt may open it
-            ids = turn.bare if bare else turn.whole
+            ids = self._bare(number) if bare else turn.ids
             pieces.append(Context(ids, spans_of([(len(ids), ContextKind.REPLAY)])))
             if number < len(self._turns) - 1:
                 pieces.append(self._earlier(number, hidden=number < view.hidden))

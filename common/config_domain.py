@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from common.config_table import Lease, Natural, Positive, Rate, Table, unused
+
+if TYPE_CHECKING:
+    from common.types import ContextPolicy
+
+DELEGATE = "delegate"  # the tool that calls a sub-agent: no domain with sub-agents may have one of that name
 
 
 class LimitsConfig(Table):
@@ -74,6 +79,13 @@ class ContextConfig(Table):
         elif not self.subagent_calls:
             raise ValueError("context.subagent_calls = 0 with subagent_turns: set subagent_turns = 0 to have no sub-agents")
         return self
+
+    @property
+    def policy(self) -> ContextPolicy:
+        """As an assignment carries it."""
+        from common.types import ContextPolicy  # NumPy comes with it, which `--help` does not wait for
+
+        return ContextPolicy(self.name, self.model_dump(exclude={"name"}))
 
     def _options(self) -> list[str]:
         return [name for name in type(self).model_fields if name != "name"]

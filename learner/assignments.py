@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.config import DomainConfig, RunConfig
 from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
-from common.types import Assignment, ContextPolicy, Limits, Sampling, Source, Status, StepKind, Trajectory
+from common.types import Assignment, Limits, Sampling, Source, Status, StepKind, Trajectory
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
 from learner.rollouts import Group, Kind, Rollout
 
@@ -73,7 +73,7 @@ def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: R
         purpose="eval" if group.kind is Kind.EVAL else "train",
         limits=Limits(limits.max_turns, limits.max_tokens, limits.deadline_s),
         sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
-        context=ContextPolicy(domain.context.name, domain.context.model_dump(exclude={"name"})),
+        context=domain.context.policy,
     )
 
 

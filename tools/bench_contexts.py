@@ -10,9 +10,6 @@ not repeated while their configuration stays the same.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -23,6 +20,7 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
 
 from learner.metrics import read_metrics  # noqa: E402
 from tools.bench_learning import run, spread, success  # noqa: E402
+from tools.benchmarks import write  # noqa: E402
 
 POLICIES = {
     "append": (),
@@ -67,12 +65,7 @@ def main() -> None:
     print("| history | after warm start | after RL | worst seed | segments | tokens a rollout | time |")
     print("|---|---|---|---|---|---|---|")
     print("\n".join(rows))
-    out = ROOT / "runs" / "bench" / "contexts.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
-    out.write_text(
-        json.dumps({"measurements": measurements, "machine": machine, "commit": " ".join(sorted(commits))}, indent=1) + "\n"
-    )
+    write("contexts", measurements, " ".join(sorted(commits)))
 
 
 if __name__ == "__main__":

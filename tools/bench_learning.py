@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
     sys.path[0] = str(ROOT)
 
 from common.cli import load  # noqa: E402
+from tools.benchmarks import head, write  # noqa: E402
 from tools.launching.preflight import resolve_paths  # noqa: E402
 from tools.launching.runs import finished, read_json  # noqa: E402
 
@@ -41,10 +40,6 @@ def run(name: str, seed: int, label: str, base: Path, more: Sequence[str]) -> di
         summary = read_json(base / run_name / "summary.json") | {"commit": head()}
         (base / run_name / "summary.json").write_text(json.dumps(summary))
     return summary
-
-
-def head() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def success(summary: dict[str, Any], phase: str) -> float:
@@ -83,12 +78,7 @@ def main() -> None:
             rows.append(f"| {name} | {len(warm)} | {spread(warm)} | {spread(rl)} | {min(rl):.3f} | {max(wall):.0f} s |")
     print("| configuration | seeds | after warm start | after RL | worst seed | longest run |\n|---|---|---|---|---|---|")
     print("\n".join(rows))
-    out = ROOT / "runs" / "bench" / "learning.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
-    out.write_text(
-        json.dumps({"measurements": measurements, "machine": machine, "commit": " ".join(sorted(commits))}, indent=1) + "\n"
-    )
+    write("learning", measurements, " ".join(sorted(commits)))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,7 @@ without it the tiny tokenizer. Prints a table and writes runs/bench/tokens.json.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -46,6 +42,7 @@ from common.types import (  # noqa: E402
     Task,
     VersionRun,
 )
+from tools.benchmarks import head, write  # noqa: E402
 
 EDGE = 4  # turns at each end of a dialogue that are taken together: one turn alone is a matter of chance
 TINY = ROOT / "configs" / "tokenizers" / "tiny"
@@ -153,13 +150,7 @@ def main() -> None:
     print(f"| {args.turns} turns of {args.tokens} tokens | |\n|---|---|")
     for name, value in found.items():
         print(f"| {name} | {value:.3f} |")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    machine: dict[str, Any] = {
-        "cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()
-    }  # fmt: skip
-    path = ROOT / "runs" / "bench" / "tokens.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"measurements": found, "machine": machine, "commit": commit}, indent=1))
+    write("tokens", found, head())
 
 
 if __name__ == "__main__":

@@ -40,10 +40,7 @@ LIMIT = 4000
 
 def test_an_actor_knows_every_option_of_the_configuration() -> None:
     config = ContextConfig(name="window", turns=3, reasoning="drop", slack=1)
-    options = config.model_dump(exclude={"name"})
-    assert Rules.of(ContextPolicy("window", options)) == Rules(
-        "window", turns=3, keep=1, reasoning="drop", slack=1, subagent_calls=4
-    )
+    assert Rules.of(config.policy) == Rules("window", turns=3, keep=1, reasoning="drop", slack=1, subagent_calls=4)
     assert {field.name for field in fields(Rules)} == set(ContextConfig.model_fields)
     with pytest.raises(ValueError, match=r"'window' with \['colour'\] is unknown"):
         Rules.of(ContextPolicy("window", {"turns": 3, "colour": 1}))

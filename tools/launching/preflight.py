@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from common.addresses import Addresses, EngineAddress
 from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
+from common.config_domain import DELEGATE
 from common.files import replace_file
 from common.vocabulary import token_ids
 from tools.launching import engines
@@ -146,8 +147,8 @@ def _domain_problems(config: RunConfig) -> Iterator[str]:
             yield f"domains.{index}: {error}"
             continue
         names = [tool.get("function", tool).get("name") for tool in found.tools]
-        if domain.context.subagent_turns and "delegate" in names:
-            yield f"domains.{index}.context.subagent_turns: domain {domain.name!r} has a tool delegate of its own; leave it out"
+        if domain.context.subagent_turns and DELEGATE in names:
+            yield f"domains.{index}.context.subagent_turns: domain {domain.name!r} has a tool {DELEGATE} of its own; leave it out"
         if config.warm.updates and not found.has_reference:
             yield (
                 f"warm.updates = {config.warm.updates}: domain {domain.name!r} has no reference solutions to learn from;"
