@@ -87,10 +87,11 @@ class Engines:
         now = time.monotonic()
         return [e for e in self._table.values() if e.state == "ready" and e.version >= 1 and self._rests.get(e.name, 0.0) <= now]
 
-    async def pick(self, preferred: str) -> EngineInfo:
-        """`preferred` while it is ready, else the least loaded ready engine. Waits for one; the caller sets the deadline."""
+    async def pick(self, preferred: str, pool: str = "main") -> EngineInfo:
+        """Of `pool`: `preferred` while it is ready, else the least loaded ready engine. Waits for one; the caller sets the
+        deadline."""
         while True:
-            ready = self.ready()
+            ready = [engine for engine in self.ready() if engine.pool == pool]
             if ready:
                 kept = [engine for engine in ready if engine.name == preferred]
                 return kept[0] if kept else min(ready, key=lambda engine: (self._running[engine.name], engine.name))

@@ -78,7 +78,12 @@ class EngineApi:
     def resume(self) -> None:
         self._call("POST", "/continue_generation", self._deadlines.pause_s, {})
 
-    def update_weights(self, directory: Path, version: int) -> None:
+    def prepare(self, directory: Path, version: int) -> str:
+        """Bring `version`, published in `directory`, to where the engine reads it, and return that path. Here the engine sees the
+        learner's disk: there is nothing to bring."""
+        return str(directory)
+
+    def update_weights(self, directory: str | Path, version: int) -> None:
         """Load `directory` and flush the prefix cache: no key or value of the old weights may serve the new ones."""
         # A server that was started with random weights would make random ones again: it is told that these are files.
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True, "load_format": "safetensors"}
