@@ -94,6 +94,9 @@ class EngineConfig(Table):
     prefill_slots: Positive = Field(default=8, description="slots per prefill dispatch")
     widths: list[Positive] = Field(default=[128, 192, 256, 320], description="attended widths, rising; the last is max_length")
     timeout_s: Rate = Field(default=60.0, description="of one /generate call")
+    update: Literal["together", "rolling"] = Field(
+        default="together", description="of weights: all engines at once, or one after another while the others serve"
+    )
     python: str = Field(
         default="", description="sglang: the Python of its environment, as `make sglang` builds one; empty: this one"
     )
