@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from common.addresses import Addresses
 from common.config import RunConfig
 from common.files import replace_file
@@ -161,7 +159,7 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    run.version = run.publisher.publish(run.update, run.trainer.policy, run.trainer.canary(run.canary_ids))
+    run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
     run.control.published(run.version, run.update)
 
 
@@ -299,7 +297,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
             temperature=config.sampling.temperature,
         ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
-        lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
+        lambda tensors, directory: hf.write(tensors, spec, directory, eos),
         folder.event,
         control.set_engines,
         control.proofs,
