@@ -6,12 +6,15 @@ A key exists because two committed configurations, or a sweep, set it differentl
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from common.config_domain import DomainConfig
 from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
+
+QUEUED = 1.5  # requests at an engine for each of its slots
 
 
 class TlsConfig(Table):
@@ -93,7 +96,15 @@ class EngineConfig(Table):
     prefill_chunk: Positive = Field(default=64, description="prompt tokens per slot and dispatch")
     prefill_slots: Positive = Field(default=8, description="slots per prefill dispatch")
     widths: list[Positive] = Field(default=[128, 192, 256, 320], description="attended widths, rising; the last is max_length")
-    timeout_s: Rate = Field(default=60.0, description="of one /generate call")
+    timeout_s: Rate = Field(
+        default=60.0, description="of one /generate call; then it is aborted, and goes on after what it has sampled"
+    )
+    concurrency: Natural = Field(
+        default=0, description="requests in flight per actor process and engine; 0: its share of what keeps the slots full"
+    )
+    choice: Literal["prefix", "least_loaded"] = Field(
+        default="prefix", description="prefix: a rollout goes back to the engine that holds its cached prefix"
+    )
     python: str = Field(
         default="", description="sglang: the Python of its environment, as `make sglang` builds one; empty: this one"
     )
@@ -265,6 +276,12 @@ class RunConfig(Table):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tls: TlsConfig = TlsConfig()
+
+    @property
+    def places(self) -> int:
+        """Requests in flight per actor process and engine. By itself, half again as many as there are slots, over all actors: the
+        next requests are at the engine when a slot falls free. More only wait there, where nothing can be said of them."""
+        return self.engine.concurrency or math.ceil(QUEUED * self.engine.slots / self.actors.count)
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:

@@ -98,6 +98,10 @@ class FakeEngine:
         """The next calls of `path` get these answers, one each; then it behaves again."""
         self._scripts[path].extend(answers)
 
+    def unscript(self) -> None:
+        """From now on it behaves."""
+        self._scripts.clear()
+
     def posts(self) -> list[str]:
         """Paths of the control calls so far (not /generate), in order."""
         return [path for path, _ in self.calls if path != "/generate"]
@@ -140,7 +144,7 @@ class FakeEngine:
             app.router.add_get(path, self._get)
         for path in POSTS:
             app.router.add_post(path, self._post)
-        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)  # 0 would wait for every answer
         await runner.setup()
         door = Door(self.port)
         site = web.SockSite(runner, door)
