@@ -84,9 +84,9 @@ class Places:
     async def take(self, preferred: str, pool: str, tell: Tell) -> AsyncIterator[EngineInfo]:
         """A place at an engine of `pool`; the caller sets the deadline. Raises NoEngine.
 
-        With choice "prefix" it is at `preferred`, the engine that has the prefix in its cache, unless that is full or resting; then,
-        as with "least_loaded", at the engine with the fewest requests of this process. It does not wait for a full one: a prefix
-        that is computed again costs one prefill, a wait the rest of somebody's turn while another engine has nothing to do, and
+        With choice "prefix" it is at `preferred`, the engine that has the prefix in its cache, unless that is full or resting;
+        then, as with "least_loaded", at the engine with the fewest requests of this process. It does not wait for a full one: to
+        compute a prefix again costs one prefill, to wait the rest of somebody's turn while another engine has nothing to do, and
         the cache is no sure thing (new weights flush it, other rollouts push it out).
         """
         waiter = _Waiter(preferred, tell, "", asyncio.get_running_loop().create_future())
@@ -141,7 +141,7 @@ class Places:
         if rest is not None:
             rest.alarm.cancel()
 
-    def _ready(self, pool: str) -> list[EngineInfo]:
+    def ready(self, pool: str) -> list[EngineInfo]:
         """Engines that may serve rollouts now: ready, with published weights, and not resting."""
         now = time.monotonic()
         return [
@@ -175,7 +175,7 @@ class Places:
             if not any(engine.pool == pool for engine in self._table.values()):
                 waiter.granted.set_exception(NoEngine(f"pool {pool!r} has no engine; the table: {self.states()}"))
                 continue
-            free = [e for e in self._ready(pool) if self.in_flight[e.name] < self._rules.concurrency]
+            free = [e for e in self.ready(pool) if self.in_flight[e.name] < self._rules.concurrency]
             if not free:
                 return
             kept = [e for e in free if self._rules.choice == "prefix" and e.name == waiter.preferred]
@@ -187,7 +187,7 @@ class Places:
         """Say what a waiter waits for, when that changes."""
         if waiter.granted.done():
             return
-        ready = self._ready(pool)
+        ready = self.ready(pool)
         name = "engine.place" if ready else "engine.ready"
         if name != waiter.told:
             waiter.told = name

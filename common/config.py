@@ -110,6 +110,23 @@ class EngineConfig(Table):
     )
     args: list[str] = Field(default=[], description="further arguments for an SGLang server")
 
+    router: bool = Field(
+        default=False, description="SGLang's router in front of all engines: it chooses one by prefix and load, for all actors"
+    )
+    router_python: str = Field(
+        default="", description="the Python that has sglang-router; empty: engine.python, or where that is empty this one"
+    )
+
+    @model_validator(mode="after")
+    def _router(self) -> EngineConfig:
+        if not self.router:
+            unused(self, "engine", "router = true", "router_python")
+        elif self.choice != "prefix":
+            raise ValueError(
+                f'engine.choice = "{self.choice}" cannot be used with engine.router: the router chooses; leave it out'
+            )
+        return self
+
     @model_validator(mode="after")
     def _widths(self) -> EngineConfig:
         if self.kind == "sglang":
@@ -280,8 +297,10 @@ class RunConfig(Table):
     @property
     def places(self) -> int:
         """Requests in flight per actor process and engine. By itself, half again as many as there are slots, over all actors: the
-        next requests are at the engine when a slot falls free. More only wait there, where nothing can be said of them."""
-        return self.engine.concurrency or math.ceil(QUEUED * self.engine.slots / self.actors.count)
+        next requests are at the engine when a slot falls free. More only wait there, where nothing can be said of them. A router
+        has the places of all its engines."""
+        each = self.engine.concurrency or math.ceil(QUEUED * self.engine.slots / self.actors.count)
+        return each * self.engine.count if self.engine.router else each
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:

@@ -213,6 +213,14 @@ def test_overrides_reach_every_kind_of_place(minimal):
     assert config.domains[0].options == {"size": 5, "kind": "wide"}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "places"),
+    [((), 96), (("--actors.count=4",), 24), (("--actors.count=5",), 20), (("--engine.concurrency=7", "--actors.count=4"), 7)],
+)
+def test_actors_share_what_keeps_an_engine_busy(minimal, overrides, places):
+    assert load(minimal, list(overrides)).places == places
+
+
 def test_help_names_every_key():
     text = help_text()
     assert '--algorithm.name=<grpo|ppo>  (default "grpo")' in text
