@@ -33,6 +33,7 @@ from learner.control import Control
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
+from learner.router import NAME, Router
 from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
@@ -288,6 +289,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     server, _ = serve(control, addresses.learner, tls)
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
+    router = Router(addresses.router, control.set_engines, folder.event) if addresses.router else None
     publisher = Publisher(
         PublisherOptions(
             options.run,
@@ -299,11 +301,15 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
         lambda tensors, directory: hf.write(tensors, spec, directory, eos),
         folder.event,
-        control.set_engines,
+        router.hear if router else control.set_engines,
         control.proofs,
     )
+    if router:
+        control.proofs.stands_for(NAME, [engine.name for engine in addresses.engines])
     checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
-    run = Run(config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, started=options.started)
+    run = Run(
+        config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, router, started=options.started
+    )
     run.canary_ids = canary_ids(vocabulary.sampleable, config.engine.max_length - 2, derive_seed(config.seed, "canary"))
     return run
 
@@ -357,6 +363,7 @@ def close(run: Run) -> None:
     steps: list[Callable[[], Any]] = [
         run.checkpoints.close,
         run.publisher.close,
+        lambda: run.router and run.router.close(),
         lambda: time.sleep(0.5),  # actors hear "no more" at their next call
         lambda: run.server.stop(2.0).wait(),
         run.folder.close,

@@ -168,12 +168,13 @@ def _command(name: str, model: Path) -> tuple[list[str], int]:
     return [SGLANG, serve, *own, *CPU_FLAGS], port
 
 
-@pytest.fixture(scope="session", params=["embedded", "sglang"])
-def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if request.param == "sglang" and not SGLANG:
+@contextlib.contextmanager
+def served_by(name: str, model: Path, log: Path, *arguments: str) -> Iterator[Served]:
+    """An engine of this kind, until the end of the block."""
+    if name == "sglang" and not SGLANG:
         pytest.skip("make test-sglang runs this against a real SGLang server")
-    command, port = _command(request.param, models.a)
-    served = _started(request.param, command, tmp_path_factory.mktemp("engine") / "log", port)
+    command, port = _command(name, model)
+    served = _started(name, [*command, *arguments], log, port)
     try:
         yield served
     finally:
@@ -183,6 +184,12 @@ def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
             served.process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(served.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", params=["embedded", "sglang"])
+def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served_by(request.param, models.a, tmp_path_factory.mktemp("engine") / "log") as served:
+        yield served
 
 
 @pytest.fixture
