@@ -18,6 +18,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from common import keys
 from common.types import EngineInfo, Finish, Json, VersionRun
 from common.validate import LOGPROB_SLACK, Vocabulary
 
@@ -62,12 +63,13 @@ class Generation:
 class Engines:
     """The engine table and the connections. Use inside a running event loop; `close` it there."""
 
-    def __init__(self, vocabulary: Vocabulary, timeout_s: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, timeout_s: float, key: str = "") -> None:
         self._vocabulary = vocabulary
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # SGLang's server drops idle connections after 5 s
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5),
             cookie_jar=aiohttp.DummyCookieJar(),
+            headers=keys.bearer(key),
         )
         self._table: dict[str, EngineInfo] = {}
         self._running: Counter[str] = Counter()

@@ -7,6 +7,7 @@ which call failed and what the server answered. Actors have a client of their ow
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
+
+from common import keys
 
 MAX_BODY_BYTES = 16 * 2**20
 STARTING = 503  # the status of an engine that is not ready yet
@@ -44,18 +47,23 @@ class Deadlines:
     look_s: float = 10.0  # model_info, health, server_info
     pause_s: float = 30.0  # pause, continue, abort, flush
     update_s: float = 300.0
+    fetch_s: float = 600.0  # until weights that travel are there
 
 
 class EngineApi:
-    """The engine at `url` (`http://host:port`)."""
+    """The engine at `url` (`http://host:port`, and a path before its own where something stands between). `key` is the run's,
+    empty where it has none; `tls` is for https."""
 
-    def __init__(self, url: str, deadlines: Deadlines = Deadlines()) -> None:
+    def __init__(self, url: str, deadlines: Deadlines = Deadlines(), key: str = "", tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"engine url {url!r}: write http://host:port")
+        scheme = "https" if tls else "http"
+        if parts.scheme != scheme or not parts.hostname:
+            raise ValueError(f"engine url {url!r}: write {scheme}://host:port")
         self.url = url
         self._host, self._port, self._base = parts.hostname, parts.port or 80, parts.path.rstrip("/")
         self._deadlines = deadlines
+        self._headers = {"Content-Type": "application/json", "Connection": "close", **keys.bearer(key)}
+        self._tls = tls
 
     def weight_version(self) -> str:
         """The label of the weights it serves: "default" until an update gave it another."""
@@ -100,15 +108,13 @@ class EngineApi:
 
     def _call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
         call = path.partition("?")[0]
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        if self._tls:
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         until = time.monotonic() + timeout
         try:
-            connection.request(
-                method,
-                self._base + path,
-                None if body is None else orjson.dumps(body),
-                {"Content-Type": "application/json", "Connection": "close"},
-            )
+            connection.request(method, self._base + path, None if body is None else orjson.dumps(body), self._headers)
             response = connection.getresponse()
             parts = bytearray()
             while chunk := response.read1(2**16):

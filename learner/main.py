@@ -30,12 +30,14 @@ from learner import tasks
 from learner.batch import Batch
 from learner.checkpoints import Checkpoints
 from learner.control import Control
+from learner.engine_api import Deadlines
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
 from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
+from learner.transport import transport_of
 from learner.update import Trainer
 
 log = logging.getLogger(__name__)
@@ -282,7 +284,12 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
     publisher = Publisher(
-        PublisherOptions(options.run, folder.incarnation),
+        PublisherOptions(
+            options.run,
+            folder.incarnation,
+            Deadlines(fetch_s=config.weights.fetch_s),
+            transport=transport_of(config, addresses, options.run),
+        ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
         lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
         folder.event,
