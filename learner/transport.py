@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 from common import keys
 from common.addresses import Addresses
@@ -43,7 +44,8 @@ class RelayTransport:
     def connect(self, engine: EngineInfo, deadlines: Deadlines) -> EngineApi:
         """Raises AddressesError for an engine without a relay."""
         url = f"{self._addresses.relay_of(engine.name)}/{engine.name}"
-        return RelayApi(url, self.server.url, deadlines, self._key, self._tls)
+        direct = EngineApi(engine.url, deadlines, self._key)
+        return RelayApi(url, self.server.url, direct, self._tls)
 
     def close(self) -> None:
         self.server.close()
@@ -53,16 +55,20 @@ Transport = DiskTransport | RelayTransport
 
 
 class RelayApi(EngineApi):
-    """An engine behind the relay of its host: `url` is the relay's, with the engine's name."""
+    """An engine behind the relay of its host: `url` is the relay's, with the engine's name. Relays pass no /generate on: a canary
+    goes to the engine itself, the way that rollouts do."""
 
-    def __init__(self, url: str, source: str, deadlines: Deadlines, key: str, tls: ssl.SSLContext | None) -> None:
-        super().__init__(url, deadlines, key, tls)
-        self._source = source
+    def __init__(self, url: str, source: str, direct: EngineApi, tls: ssl.SSLContext | None) -> None:
+        super().__init__(url, direct.deadlines, direct.key, tls)
+        self._source, self._direct = source, direct
+
+    def _call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
+        return (self._direct._call if path == "/generate" else super()._call)(method, path, timeout, body)
 
     def prepare(self, directory: Path, version: int) -> str:
         """Have the relay fetch `version`; the path at which it lies on the engine's host."""
-        body = {"version": version, "source": self._source, "deadline_s": self._deadlines.fetch_s}
-        answer = self._call("POST", "/fetch", self._deadlines.fetch_s + SLACK_S, body)
+        body = {"version": version, "source": self._source, "deadline_s": self.deadlines.fetch_s}
+        answer = self._call("POST", "/fetch", self.deadlines.fetch_s + SLACK_S, body)
         if not isinstance(answer, dict) or not isinstance(answer.get("path"), str):
             raise EngineError("/fetch", 200, "no path in the answer; is this a relay?")
         return answer["path"]

@@ -16,9 +16,8 @@ import numpy as np
 
 from actors.relay.server import Relay, serve
 from actors.relay.versions import Versions, free_bytes
-from common.types import EngineInfo
 from common.wire import Tls, client_context, server_context
-from learner.engine_api import Deadlines
+from learner.engine_api import Deadlines, EngineApi
 from learner.transport import RelayApi
 
 DEADLINES = Deadlines(look_s=20, pause_s=20, update_s=20, fetch_s=60)
@@ -81,10 +80,8 @@ class RelayThread:
         await self.versions.close(remove=self.remove)
 
     def api(self, engine: str, source: str, deadlines: Deadlines = DEADLINES, key: str = "", tls: Tls = Tls()) -> RelayApi:
-        return RelayApi(f"{self.url}/{engine}", source, deadlines, key or self._key, client_context(tls))
-
-    def connect(self, source: str) -> Callable[[EngineInfo, Deadlines], RelayApi]:
-        return lambda engine, deadlines: self.api(engine.name, source, deadlines)
+        direct = EngineApi(self._engines.get(engine, "http://127.0.0.1:1"), deadlines, key or self._key)
+        return RelayApi(f"{self.url}/{engine}", source, direct, client_context(tls))
 
 
 class Wire:

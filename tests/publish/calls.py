@@ -13,14 +13,16 @@ from safetensors.numpy import load_file, save_file
 from common import keys
 from common.addresses import Addresses, EngineAddress, RelayAddress
 from common.types import EngineInfo
+from learner.canary import Canary
 from learner.engine_api import Deadlines
 from learner.publisher import Publisher, PublisherOptions
 from learner.transport import DiskTransport, RelayTransport
+from tests.fakes import LOGPROB
 from tests.relays import RelayThread
 
-TIGHT = Deadlines(look_s=1.0, pause_s=1.0, update_s=1.0)  # for calls that hang; others should not meet a deadline
+TIGHT = Deadlines(look_s=1.0, pause_s=1.0, update_s=1.0, canary_s=1.0)  # for calls that hang; others should not meet a deadline
 KEY = "secret"  # of engines behind a relay
-EASY = Deadlines(look_s=20.0, pause_s=20.0, update_s=20.0)
+EASY = Deadlines(look_s=20.0, pause_s=20.0, update_s=20.0, canary_s=20.0)
 
 
 def generate(url, body):
@@ -47,6 +49,13 @@ def save(params, directory):
 
 def load(directory):
     return load_file(str(directory / "model.safetensors"))
+
+
+def canary(ids=(1, 2, 3)):
+    """What a healthy FakeEngine answers: the same logprob for every token, and then the next number."""
+    logits = np.full(100, np.log((1 - np.exp(LOGPROB)) / 99), np.float32)
+    logits[ids[-1] + 1] = LOGPROB
+    return Canary(np.asarray(ids, np.int32), np.asarray([0.0, *[LOGPROB] * (len(ids) - 1)], np.float32), logits)
 
 
 class Log:
@@ -80,13 +89,12 @@ def transport(run, engines):
 
 
 @contextmanager
-def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02):
+def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02, rolling=False):
     log = log or Log()
     rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
     with transport(run, engines) as way:
-        options = PublisherOptions(
-            run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1), transport=way
-        )
+        wait = {"poll_s": 0.02, "backoff_s": backoff_s, "backoff_max_s": max(backoff_s, 0.1)}
+        options = PublisherOptions(run, incarnation, deadlines, **wait, rolling=rolling, transport=way)
         publisher = Publisher(options, rows, save, log.event, log.tables.append)
         try:
             yield publisher

@@ -35,6 +35,7 @@ class Process:
         engines = [EngineAddress(name="engine-0", url=engine.url, pool="main")]
         relays = [RelayAddress(name="relay-0", url=self.url, engines=["engine-0"])]
         Addresses(learner="", engines=engines, envs={}, weights="127.0.0.1:0", relays=relays).write(self.run)
+        self.engine_url = engine.url
         engine.key = keys.read(self.run / keys.NAME)
 
     def start(self, *arguments):
@@ -53,7 +54,8 @@ class Process:
             return True
 
     def api(self, source):
-        return RelayApi(f"{self.url}/engine-0", source, DEADLINES, keys.read(self.run / keys.NAME), None)
+        direct = EngineApi(self.engine_url, DEADLINES, keys.read(self.run / keys.NAME))
+        return RelayApi(f"{self.url}/engine-0", source, direct, None)
 
     def end(self, number):
         self.process.send_signal(number)

@@ -15,7 +15,7 @@ from learner.weight_server import WeightServer
 from tests.fakes import DROP, HANG, Answer, FakeEngine
 from tests.processes import until
 from tests.relay.conftest import PART
-from tests.relays import DEADLINES, TIGHT, RelayThread, put, sums_of
+from tests.relays import TIGHT, RelayThread, put, sums_of
 
 SIZES = {"model-1.safetensors": 3 * PART + 50, "model-2.safetensors": PART, "config.json": 2, "empty": 0}
 TOTAL = sum(SIZES.values())
@@ -252,7 +252,7 @@ def test_every_control_call_passes_and_generation_does_not(relay, source, engine
         *("/pause_generation", "/update_weights_from_disk", "/continue_generation", "/abort_request", "/flush_cache")
     ]
     assert (engine.calls[0][1], engine.model_path, api.weight_version()) == ({"mode": "retract"}, path, "1")
-    for method, call in (("POST", "/generate"), ("GET", "/pause_generation"), ("GET", "/v1"), ("POST", "/set_internal_state")):
+    for method, call in (("POST", "/generate?"), ("GET", "/pause_generation"), ("GET", "/v1"), ("POST", "/set_internal_state")):
         with pytest.raises(EngineError, match=r"answered 404: .* is not passed on"):
             api._call(method, call, 5)
     with pytest.raises(EngineError, match=r"no engine 'engine-9' on this host; there are engine-0, engine-1"):
@@ -302,7 +302,7 @@ def test_without_the_key_nobody_is_heard(tmp_path, engine, source):
                 call()
             assert e.value.status == 401
         with pytest.raises(EngineError, match="401: the call shows no key"):
-            RelayApi(f"{relay.url}/engine-0", source.url, DEADLINES, "", None).pause()
+            RelayApi(f"{relay.url}/engine-0", source.url, EngineApi(engine.url), None).pause()
         EngineApi(relay.url).health()
         with pytest.raises(EngineError, match="/pause_generation answered 401: Unauthorized"):
             EngineApi(engine.url).pause()
