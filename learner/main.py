@@ -30,6 +30,7 @@ from learner.batch import Batch
 from learner.canary import BOUNDS, canary_ids
 from learner.checkpoints import Checkpoints
 from learner.control import Control
+from learner.engine_api import Deadlines
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
@@ -37,6 +38,7 @@ from learner.router import NAME, Router
 from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
+from learner.transport import transport_of
 from learner.update import Trainer
 
 log = logging.getLogger(__name__)
@@ -294,6 +296,8 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
         PublisherOptions(
             options.run,
             folder.incarnation,
+            Deadlines(fetch_s=config.weights.fetch_s),
+            transport=transport_of(config, addresses, options.run),
             rolling=config.engine.update == "rolling",
             dtype=config.model.dtype,
             temperature=config.sampling.temperature,

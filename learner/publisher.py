@@ -21,9 +21,10 @@ from typing import Any
 
 from common.types import EngineInfo
 from learner.canary import Canary
-from learner.engine_api import Deadlines, EngineApi, EngineError
+from learner.engine_api import Deadlines, EngineError
 from learner.keeper import EngineKeeper
 from learner.proofs import Proofs
+from learner.transport import DiskTransport, Transport
 from learner.weights import WeightFolder, leaves, nonfinite
 
 REFUSALS = 3  # of an engine's first update, before it is given up
@@ -48,12 +49,13 @@ class EnginesRefuse(PublishError):
 class PublisherOptions:
     """Where weights go and how long things may take."""
 
-    run: Path  # weights/ and versions.jsonl stand here; engines must see the same path
+    run: Path  # weights/ and versions.jsonl stand here
     incarnation: int
     deadlines: Deadlines = field(default_factory=Deadlines)
     poll_s: float = 1.0  # between two looks at an engine
     backoff_s: float = 1.0  # before a failed update is tried again; doubles
     backoff_max_s: float = 30.0
+    transport: Transport = field(default_factory=DiskTransport)  # closed with the publisher
     rolling: bool = False  # one engine after another, so that the others serve meanwhile
     dtype: str = "float32"  # of the published weights
     temperature: float = 1.0  # that training samples at
@@ -99,7 +101,7 @@ class Publisher:
         self.canaries: dict[str, float] = {}  # engine -> mean |Δlogprob| of its newest canary
         self._closing = False
         self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
-        self._apis = [EngineApi(engine.url, options.deadlines) for engine in engines]
+        self._apis = [options.transport.connect(engine, options.deadlines) for engine in engines]
         loops = [self._write_loop] + [EngineKeeper(self, index, api).run for index, api in enumerate(self._apis)]
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), name="publisher", daemon=True) for loop in loops]
         for thread in self._threads:
@@ -215,6 +217,7 @@ class Publisher:
         until = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        self._options.transport.close()
         self._folder.close()
 
     # ---- threads --------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from flax import nnx
 
+from common import keys
 from learner.model import hf
 from learner.model.qwen3 import Qwen3
 from learner.model.spec import ModelError, ModelSpec
@@ -68,8 +70,9 @@ class Server:
     def close(self) -> None:
         self.engine.stop()
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY)
+    def app(self, key: str = "") -> web.Application:
+        """With a key, every call but /health needs it, as in SGLang with --api-key."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_guard(key)])
         for path, post in {
             "/generate": self.generate,
             "/update_weights_from_disk": self.update_weights,
@@ -279,6 +282,18 @@ async def _body(http: web.Request) -> dict[str, Any]:
 
 
 Endpoint = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def _guard(key: str) -> Middleware:
+    """Lets in who shows `key`."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith("/health") or keys.shown(request.headers.get("Authorization", ""), key):
+            return await handler(request)
+        return _json({"error": {"message": "Unauthorized: the call shows no key, or another than this engine's"}}, 401)
+
+    return check
 
 
 def _answering_bad_requests(endpoint: Endpoint) -> Endpoint:
