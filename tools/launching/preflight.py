@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.addresses import Addresses, EngineAddress
+from common.addresses import MAIN, STALE, Addresses, EngineAddress
 from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
 from common.config_domain import DELEGATE
@@ -233,10 +233,15 @@ def choose_addresses(config: RunConfig, ports: range = PORTS) -> Addresses:
             raise Refusal(f"no free port on {config.host} between {ports.start} and {ports.stop}")
 
         engines = [config.engine.port + index if config.engine.port else port() for index in range(config.engine.count)]
+        stale_from = config.engine.count - config.cross_policy.engines
         return Addresses(
             learner=f"{config.host}:{config.learner.port or port()}",
             engines=[
-                EngineAddress(name=f"engine-{index}", url=f"http://{config.host}:{number}", pool="main")
+                EngineAddress(
+                    name=f"engine-{index}",
+                    url=f"http://{config.host}:{number}",
+                    pool=MAIN if index < stale_from else STALE,
+                )
                 for index, number in enumerate(engines)
             ],
             envs={domain.name: [f"{config.host}:{port()}" for _ in range(domain.replicas)] for domain in config.domains},
