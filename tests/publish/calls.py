@@ -57,10 +57,14 @@ class Log:
 
 
 @contextmanager
-def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02):
+def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02, pools=(), refresh=0):
     log = log or Log()
-    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1))
-    rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
+    backoff_max_s = max(backoff_s, 0.1)
+    options = PublisherOptions(
+        run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=backoff_max_s, refresh=refresh
+    )
+    names = pools or ["main"] * len(engines)
+    rows = [EngineInfo(f"engine-{i}", engine.url, names[i], 0, "starting") for i, engine in enumerate(engines)]
     publisher = Publisher(options, rows, save, log.event, log.tables.append)
     try:
         yield publisher
