@@ -19,13 +19,13 @@ from common.convert import ConvertError, trajectory_parse
 from common.types import Assignment, EngineInfo, Source, Task, Trajectory
 from common.validate import RecordError, Vocabulary, sampled_tokens
 from learner import progress
-from learner.assignments import EXPECTED, Answer, FailureStreak, Leased, assignment, check_assignment, failure, read, versions_of
+from learner.assignments import EXPECTED, Answer, FailureStreak, Leased, assignment, check_assignment, failure, origins_of, read
 from learner.batch import Batch, build
 from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
 from learner.inbox import Inbox, SpoolError
 from learner.ledger import Ledger
 from learner.progress import Actor
-from learner.rollouts import Group, Kind, Rollout, Rules, Standing, State
+from learner.rollouts import Group, Kind, Origin, Rollout, Rules, Standing, State
 from learner.sampler import TaskSampler
 
 TRAINING = (Kind.RL, Kind.WARM)
@@ -279,9 +279,7 @@ class Control:
                 self._inbox.quarantine(data)
                 self._fail(rollout, f"refused:{error.rule}", error.detail)
                 return self._answer("REFUSED", f"{error.rule}: {error.detail}")
-            reason = failure(trajectory)
-            if group.kind is Kind.EVAL and not reason and versions_of(trajectory) != (self.evaluation.version,):
-                reason = "other_version"
+            reason = failure(trajectory, self.evaluation.version if group.kind is Kind.EVAL else 0)
             if reason:
                 self._fail(rollout, reason)
             else:
@@ -292,11 +290,11 @@ class Control:
         self._streak.count = 0
         if group.kind is Kind.EVAL:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
-            self.ledger.delivered(rollout.id, versions_of(trajectory), ("", 0))
+            self.ledger.delivered(rollout.id, origins_of(trajectory), ("", 0))
         else:
             place = self._inbox.append(data)
             self._stored[rollout.id] = trajectory
-            self.ledger.delivered(rollout.id, versions_of(trajectory), place)
+            self.ledger.delivered(rollout.id, origins_of(trajectory), place)
         tokens = sampled_tokens(trajectory.steps) if trajectory.source == Source.POLICY else 0
         self.arrivals.append((self._clock(), tokens))
         if group.kind is Kind.RL:
@@ -392,8 +390,8 @@ class Control:
         return assignment(self.config, self._domains[group.task.domain], group, rollout, greedy)
 
     def serves(self, version: int) -> bool:
-        return any(engine.state == "ready" and engine.version == version for engine in self.engines)
+        return any(e.in_main and e.state == "ready" and e.version == version for e in self.engines)
 
     def fresh_engine(self) -> bool:
-        """Some engine's weights are young enough for training."""
-        return any(engine.state == "ready" and self.ledger.live(engine.version) for engine in self.engines)
+        """Some engine of main, on which turns of the stale pool fall back, has weights that are young enough for training."""
+        return any(e.in_main and e.state == "ready" and self.ledger.live(Origin(e.version, e.pool)) for e in self.engines)

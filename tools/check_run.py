@@ -16,9 +16,11 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.cli import ConfigError, load
+from common.config import RunConfig
 
 
-def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+def checks(summary: dict[str, Any], config: RunConfig, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    updates, max_lag, cross_policy = config.learner.updates, config.learner.max_lag, config.cross_policy
     rollouts = dict(summary["rollouts"])
     dispatched = rollouts.pop("dispatched")
     yield (
@@ -27,6 +29,9 @@ def checks(summary: dict[str, Any], max_lag: int, updates: int, args: argparse.N
     )
     yield f"updates: {summary['updates']} of {updates}", summary["updates"] == updates
     yield f"lag at most {max_lag}: {summary['lag']['max']}", summary["lag"]["max"] <= max_lag
+    if cross_policy.engines:
+        lag = summary["stale_pool"]["lag"]["max"]
+        yield f"lag of the stale pool at most {cross_policy.max_lag}: {lag}", lag <= cross_policy.max_lag
     yield f"compilations after warm-up: {summary['recompilations_after_warmup']}", not summary["recompilations_after_warmup"]
     for domain in sorted({e["domain"] for e in summary["evals"]}):
         yield from _learned(domain, [e for e in summary["evals"] if e["domain"] == domain and e["mode"] == "greedy"], args)
@@ -70,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"polyturn: error: {error}", file=sys.stderr)
         return 2
     failed = 0
-    for line, ok in checks(summary, config.learner.max_lag, config.learner.updates, args):
+    for line, ok in checks(summary, config, args):
         print(("ok    " if ok else "FAILED"), line)
         failed += not ok
     return 1 if failed else 0

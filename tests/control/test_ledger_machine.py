@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.types import Task
 from learner.ledger import Ledger
-from learner.rollouts import OPEN, Kind, Rollout, Standing, State
+from learner.rollouts import OPEN, Kind, Origin, Rollout, Standing, State
 from tests.control.scripted import rules
 
 TASK = Task("toy", "t", 0, {})
@@ -25,14 +25,16 @@ class LedgerMachine(RuleBasedStateMachine):
         on_stale=st.sampled_from(["mask", "drop", "restart"]),
         take=st.sampled_from(["fixed", "drain"]),
         max_lag=st.integers(0, 2),
+        stale_max_lag=st.integers(0, 3),
         attempts=st.integers(1, 3),
         warm=st.booleans(),
     )
-    def begin(self, on_stale, take, max_lag, attempts, warm):
+    def begin(self, on_stale, take, max_lag, stale_max_lag, attempts, warm):
         self.numbers = rules(
             on_stale=on_stale,
             take=take,
             max_lag=max_lag,
+            stale_max_lag=stale_max_lag,
             max_attempts=attempts,
             updates=6,
             warm_updates=2 * warm,
@@ -64,25 +66,25 @@ class LedgerMachine(RuleBasedStateMachine):
         out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED]
         return out[pick % len(out)] if out else None
 
-    @rule(pick=picks, old=st.integers(0, 3))
-    def deliver(self, pick, old):
+    @rule(pick=picks, old=st.integers(0, 3), pool=st.sampled_from(["main", "stale"]))
+    def deliver(self, pick, old, pool="main"):
         rollout = self.leased(pick)
         if rollout is None:
             return
         warm = self.ledger.find(rollout.id)[0].kind is Kind.WARM
-        versions = () if warm else tuple({max(1, self.version - old), self.version})
+        origins = () if warm else tuple({Origin(max(1, self.version - old), pool), Origin(self.version, "main")})
         assert self.ledger.standing(rollout.id, rollout.attempt) is Standing.EXPECTED
         key = (rollout.id, rollout.attempt)
         assert key not in self.stored
         self.stored.add(key)
-        self.ledger.delivered(rollout.id, versions, ("f", 0))
+        self.ledger.delivered(rollout.id, origins, ("f", 0))
         assert self.ledger.standing(*key) is Standing.DUPLICATE
 
-    @rule(old=st.integers(0, 2))
-    def deliver_everything(self, old):
+    @rule(old=st.integers(0, 2), pool=st.sampled_from(["main", "stale"]))
+    def deliver_everything(self, old, pool="main"):
         self.lease(100)
         while self.leased(0):
-            self.deliver(0, old)
+            self.deliver(0, old, pool)
 
     @rule(pick=picks)
     def deliver_again(self, pick):
@@ -136,8 +138,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for rollout in members:
             assert (rollout.id, rollout.answered) in self.stored
             if kind is Kind.RL:
-                lags = [self.ledger.lag(v) for v in rollout.versions]
-                assert (min if self.numbers.on_stale == "mask" else max)(lags) <= self.numbers.max_lag
+                bounds = {"main": self.numbers.max_lag, "stale": self.numbers.stale_max_lag}
+                over = [self.ledger.lag(version) - bounds[pool] for version, pool in rollout.origins]
+                assert (min if self.numbers.on_stale == "mask" else max)(over) <= 0
         if kind is Kind.RL:
             assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
         self.batch = [r.id for r in members]
