@@ -130,6 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
         kind = Kind.WARM if self.warm else Kind.RL
         if self.batch:
             return
+        self.purge()
         groups = self.ledger.take(kind)
         assert groups == [] or len(groups) >= self.ledger.need(kind)
         assert len(groups) <= self.ledger.need(kind) or self.numbers.take == "drain"
@@ -138,12 +139,22 @@ class LedgerMachine(RuleBasedStateMachine):
         for rollout in members:
             assert (rollout.id, rollout.answered) in self.stored
             if kind is Kind.RL:
-                bounds = {"main": self.numbers.max_lag, "stale": self.numbers.stale_max_lag}
-                over = [self.ledger.lag(version) - bounds[pool] for version, pool in rollout.origins]
-                assert (min if self.numbers.on_stale == "mask" else max)(over) <= 0
+                assert self.over(rollout) <= 0
         if kind is Kind.RL:
             assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
         self.batch = [r.id for r in members]
+
+    def over(self, rollout: Rollout) -> int:
+        """By how many updates its tokens pass the bounds of their pools: all of them (`mask`), or one."""
+        bounds = {"main": self.numbers.max_lag, "stale": self.numbers.stale_max_lag}
+        lags = [self.ledger.lag(version) - bounds[pool] for version, pool in rollout.origins]
+        return (min if self.numbers.on_stale == "mask" else max)(lags)
+
+    def purge(self):
+        """Only what is over-age in its pool leaves."""
+        young = [r for r in self.ledger.rollouts(Kind.RL) if r.state is State.WAITING and self.over(r) <= 0]
+        self.ledger.purge()
+        assert all(r.state is State.WAITING for r in young)
 
     @rule(skip=st.booleans())
     def finish_update(self, skip):
@@ -158,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if not self.warm:
                 self.version += 1
                 self.ledger.published(self.version, self.ledger.update)
-        self.ledger.purge()
+        self.purge()
         self.batch = []
 
     @rule(old=st.integers(0, 2), count=st.integers(1, 3), last=st.sampled_from(["commit", "abandon", "leave"]))
