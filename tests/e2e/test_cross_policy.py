@@ -8,7 +8,7 @@ from learner.jsonlines import read_lines
 from learner.metrics import read_metrics
 from learner.runfolder import read_trajectories
 from tests.e2e.launched import balanced
-from tools import check_run
+from tools import check_run, show
 
 REFRESH, MAX_LAG, STALE_MAX_LAG = 2, 1, 3
 TABLE = {"engines": 1, "share": 0.5, "refresh": REFRESH, "max_lag": STALE_MAX_LAG}
@@ -31,10 +31,11 @@ def test_two_pools_sample_and_the_loss_takes_the_tokens_of_both(launched, capsys
     pools = {e["name"]: e["pool"] for e in json.loads((launched.run / "addresses.json").read_text())["engines"]}
     assert pools == {"engine-0": "main", "engine-1": "stale"}
     update_of = {line["version"]: line["update"] for line in read_lines(launched.run / "versions.jsonl")}
-    seen, oldest = Counter(), 0
+    seen, oldest, last = Counter(), 0, []
     for number, line in enumerate(read_metrics(launched.run), 1):
         trained = Counter()  # live tokens by pool
-        for _, record in read_trajectories(launched.run / "trajectories" / f"{number}.parquet"):
+        last = [record for _, record in read_trajectories(launched.run / "trajectories" / f"{number}.parquet")]
+        for record in last:
             for step in record.steps:
                 assert all(run.pool == pools[run.engine] for run in step.versions)
             for (pool, version), count in tokens(record).items():
@@ -63,6 +64,10 @@ def test_two_pools_sample_and_the_loss_takes_the_tokens_of_both(launched, capsys
     assert 0.3 < summary["stale_pool"]["share"] < 0.7
     assert summary["lag"]["max"] <= MAX_LAG < summary["stale_pool"]["lag"]["max"] <= STALE_MAX_LAG
     assert summary["lag"]["mean"] < summary["stale_pool"]["lag"]["mean"]
+    record = next(r for r in last if len({run.pool for step in r.steps for run in step.versions}) == 2)
+    version = next(run.version for step in record.steps for run in step.versions if run.pool == "stale")
     capsys.readouterr()
+    assert show.main([str(launched.run), record.rollout_id]) == 0
+    assert f"version {version} (stale)" in " ".join(capsys.readouterr().out.split())
     assert check_run.main([str(launched.run)]) == 0
     assert "lag of the stale pool at most 3: " in capsys.readouterr().out
