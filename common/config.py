@@ -218,8 +218,8 @@ class LearnerConfig(Table):
     port: Port = Field(default=0, description="0 picks a free one")
     gap: Literal["every", "newest"] = Field(
         default="every",
-        description="compare engines with the learner on tokens of every version within max_lag, for which so many policies are kept"
-        " on the device, or of the newest alone",
+        description="compare engines with the learner on tokens of every version within max_lag (so many policies are kept on the"
+        " device for it), or of the newest alone",
     )
     row_length: Positive = Field(default=320, description="tokens of a packed row; no rollout may be longer")
     rows_per_microbatch: Positive = 32
