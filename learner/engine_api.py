@@ -1,7 +1,7 @@
 """What the learner says to an inference engine, over SGLang's native HTTP API (the embedded engine speaks the same).
 
 A small blocking client: one connection per call, every call with a deadline, every failure an EngineError that says
-which call failed and what the server answered. Actors have a client of their own; this one never generates.
+which call failed and what the server answered. Actors have a client of their own; all that this one generates is a canary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import orjson
+
+from learner.canary import Score
 
 MAX_BODY_BYTES = 16 * 2**20
 STARTING = 503  # the status of an engine that is not ready yet
@@ -44,6 +47,7 @@ class Deadlines:
     look_s: float = 10.0  # model_info, health, server_info
     pause_s: float = 30.0  # pause, continue, abort, flush
     update_s: float = 300.0
+    canary_s: float = 120.0  # it stands behind the requests that the pause interrupted
 
 
 class EngineApi:
@@ -91,6 +95,16 @@ class EngineApi:
         if isinstance(answer, dict) and not answer.get("success", True):
             raise EngineError("/update_weights_from_disk", 200, _message(answer))
 
+    def score(self, ids: np.ndarray, temperature: float) -> Score:
+        """Logprobs of `ids` [N], and one token sampled after them."""
+        body = {
+            "input_ids": ids.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        return _score(self._call("POST", "/generate", self._deadlines.canary_s, body), len(ids))
+
     def abort_all(self) -> None:
         """End every request; callers get what was sampled so far with finish reason abort."""
         self._call("POST", "/abort_request", self._deadlines.pause_s, {"rid": "", "abort_all": True})
@@ -129,6 +143,19 @@ class EngineApi:
         if status != 200:
             raise EngineError(call, status, _message(answer))
         return answer
+
+
+def _score(answer: Any, length: int) -> Score:
+    """Raises EngineError when the answer lacks something."""
+    try:
+        meta = answer["meta_info"]
+        prompt = [pair[0] for pair in meta["input_token_logprobs"]]
+        logprob, token = meta["output_token_logprobs"][0][:2]
+        version = str(meta["weight_versions"][0]["version"])
+        logprobs = np.asarray([0.0, *prompt[1:]], np.float64)
+        return Score(logprobs, int(token), float(logprob), version)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineError("/generate", 200, f"no logprobs of {length} prompt tokens and one sampled: {error!r}") from error
 
 
 def _decode(raw: bytes) -> Any:

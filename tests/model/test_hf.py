@@ -98,9 +98,9 @@ def test_what_an_engine_maps_is_what_the_trainer_had(tmp_path, spec, dtype, shar
         assert (turned.dtype.name, turned.tobytes()) == (dtype, wanted[hf.hf_name(place)].tobytes())
         if stored.nbytes % tensorfiles.ALIGNMENT == 0:
             assert param[...].unsafe_buffer_pointer() == places[place].ctypes.data  # not copied
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.05}
+    close = 1e-5 if dtype == "float32" else 0.05
     ours = hf.build(*hf.load(tmp_path), dtype=dtype)
-    np.testing.assert_allclose(forward(hf.build_stored(spec, params, dtype)), forward(ours), **tolerance)
+    np.testing.assert_allclose(forward(hf.build_stored(spec, params, dtype)), forward(ours), rtol=close, atol=close)
 
 
 def test_an_engine_of_another_dtype_casts(tmp_path):

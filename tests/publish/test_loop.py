@@ -17,7 +17,7 @@ from learner.publisher import PublishError
 from learner.rollouts import Kind
 from learner.update import TrainingStopped
 from tests.fakes import FakeEngine
-from tests.publish.calls import save, weights
+from tests.publish.calls import canary, save, weights
 from tests.publish.test_publisher import publishing
 
 
@@ -81,7 +81,7 @@ def run_over(publisher, control) -> main.Run:
     config = RunConfig.model_validate(
         {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
     )
-    trainer = SimpleNamespace(snapshot=lambda: weights(1))
+    trainer = SimpleNamespace(snapshot=lambda: weights(1), canary=lambda ids: canary())
     publisher = publisher or SimpleNamespace(check=lambda: None)
     return main.Run(config, Path(), None, control, trainer, publisher, Checkpoints(), None, lambda: False)  # type: ignore[arg-type]
 
@@ -124,6 +124,7 @@ class Sometimes:
 
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
+        self.canary = lambda ids: canary()
 
     def snapshot(self):
         return weights(1)
@@ -308,6 +309,9 @@ class Supervised:
 
     def state_tree(self):
         return {}
+
+    def canary(self, ids):
+        return canary()
 
     def supervised(self, rollouts, lr):
         self.rates.append(lr)
