@@ -409,7 +409,7 @@ def test_the_canary_is_that_of_the_published_weights(tmp_path):
     trainer = Trainer(config(), SPEC)
     ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
     found = trainer.canary(ids)
-    hf.write(trainer.snapshot(), SPEC, tmp_path, 2)
+    hf.write(trainer.snapshot(), SPEC, tmp_path, None)
     spec, state = hf.load(tmp_path)
     model = hf.build(spec, state)
     row = jnp.arange(len(ids))[None]
