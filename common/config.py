@@ -105,6 +105,9 @@ class EngineConfig(Table):
     choice: Literal["prefix", "least_loaded"] = Field(
         default="prefix", description="prefix: a rollout goes back to the engine that holds its cached prefix"
     )
+    update: Literal["together", "rolling"] = Field(
+        default="together", description="of weights: all engines at once, or one after another while the others serve"
+    )
     python: str = Field(
         default="", description="sglang: the Python of its environment, as `make sglang` builds one; empty: this one"
     )
@@ -143,10 +146,28 @@ class ActorsConfig(Table):
     rollouts: Positive = Field(default=256, description="rollouts in flight per actor process")
 
 
+# Fields of SGLang's sampling_params that do more than softmax(logits / temperature).
+DISTORTIONS = (
+    *("top_p", "top_k", "min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "custom_logit_processor"),
+)
+
+
 class SamplingConfig(Table):
     """How training rollouts are sampled. Anything else that changes the distribution is refused."""
 
     temperature: Rate = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replayable(cls, values: Any) -> Any:
+        wanted = [name for name in DISTORTIONS if isinstance(values, dict) and name in values]
+        if wanted:
+            raise ValueError(
+                f"sampling.{wanted[0]} changes the distribution that tokens are drawn from; their recorded logprobs could not be "
+                "replayed, and every ratio of the loss would be biased: leave it out"
+            )
+        return values
 
 
 class AlgorithmConfig(Table):
@@ -204,7 +225,7 @@ class AlgorithmConfig(Table):
 class OptimizerConfig(Table):
     """AdamW with float32 masters."""
 
-    lr: Rate = 5e-4
+    lr: float = Field(default=5e-4, ge=0, description="0: nothing is learned, as in configs/selftest.toml")
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: Natural = Field(default=0, description="optimizer steps from 0 to lr")
     decay_steps: Natural = Field(default=0, description="optimizer step at which a cosine reaches 0")

@@ -1,7 +1,7 @@
 """What the learner says to an inference engine, over SGLang's native HTTP API (the embedded engine speaks the same).
 
 A small blocking client: one connection per call, every call with a deadline, every failure an EngineError that says
-which call failed and what the server answered. Actors have a client of their own; this one never generates.
+which call failed and what the server answered. Actors have a client of their own; all that this one generates is a canary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import orjson
+
+from learner.canary import Score
 
 MAX_BODY_BYTES = 16 * 2**20
 STARTING = 503  # the status of an engine that is not ready yet
@@ -44,6 +47,7 @@ class Deadlines:
     look_s: float = 10.0  # model_info, health, server_info
     pause_s: float = 30.0  # pause, continue, abort, flush
     update_s: float = 300.0
+    canary_s: float = 120.0  # it stands behind the requests that the pause interrupted
 
 
 class EngineApi:
@@ -59,24 +63,24 @@ class EngineApi:
 
     def weight_version(self) -> str:
         """The label of the weights it serves: "default" until an update gave it another."""
-        info = self.call("GET", "/model_info", self._deadlines.look_s)
+        info = self._call("GET", "/model_info", self._deadlines.look_s)
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError("/model_info", 200, "no weight_version in the answer; is this an SGLang 0.5 server?")
         return str(info["weight_version"])
 
     def health(self) -> None:
         """Raises EngineGone while the engine is starting."""
-        self.call("GET", "/health", self._deadlines.look_s)
+        self._call("GET", "/health", self._deadlines.look_s)
 
     def server_info(self) -> dict[str, Any]:
-        return self.call("GET", "/server_info", self._deadlines.look_s)
+        return self._call("GET", "/server_info", self._deadlines.look_s)
 
     def pause(self) -> None:
         """Stop generating and take running requests back into the queue: they keep their tokens, not their cache."""
-        self.call("POST", "/pause_generation", self._deadlines.pause_s, {"mode": "retract"})
+        self._call("POST", "/pause_generation", self._deadlines.pause_s, {"mode": "retract"})
 
     def resume(self) -> None:
-        self.call("POST", "/continue_generation", self._deadlines.pause_s, {})
+        self._call("POST", "/continue_generation", self._deadlines.pause_s, {})
 
     def prepare(self, directory: Path, version: int) -> str:
         """Bring `version`, published in `directory`, to where the engine reads it, and return that path. Here the engine sees the
@@ -87,19 +91,28 @@ class EngineApi:
         """Load `directory` and flush the prefix cache: no key or value of the old weights may serve the new ones."""
         # A server that was started with random weights would make random ones again: it is told that these are files.
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True, "load_format": "safetensors"}
-        answer = self.call("POST", "/update_weights_from_disk", self._deadlines.update_s, body)
+        answer = self._call("POST", "/update_weights_from_disk", self._deadlines.update_s, body)
         if isinstance(answer, dict) and not answer.get("success", True):
             raise EngineError("/update_weights_from_disk", 200, _message(answer))
 
+    def score(self, ids: np.ndarray, temperature: float) -> Score:
+        """Logprobs of `ids` [N], and one token sampled after them."""
+        body = {
+            "input_ids": ids.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        return _score(self._call("POST", "/generate", self._deadlines.canary_s, body), len(ids))
+
     def abort_all(self) -> None:
         """End every request; callers get what was sampled so far with finish reason abort."""
-        self.call("POST", "/abort_request", self._deadlines.pause_s, {"rid": "", "abort_all": True})
+        self._call("POST", "/abort_request", self._deadlines.pause_s, {"rid": "", "abort_all": True})
 
     def flush_cache(self) -> None:
-        self.call("POST", f"/flush_cache?timeout={max(1, int(self._deadlines.pause_s / 2))}", self._deadlines.pause_s, {})
+        self._call("POST", f"/flush_cache?timeout={max(1, int(self._deadlines.pause_s / 2))}", self._deadlines.pause_s, {})
 
-    def call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
-        """The answer, as JSON where it is. Raises EngineError, EngineGone, EngineSilent."""
+    def _call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
         call = path.partition("?")[0]
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         until = time.monotonic() + timeout
@@ -130,6 +143,19 @@ class EngineApi:
         if status not in (200, 202):  # 202: a router takes note, and does it soon
             raise EngineError(call, status, _message(answer))
         return answer
+
+
+def _score(answer: Any, length: int) -> Score:
+    """Raises EngineError when the answer lacks something."""
+    try:
+        meta = answer["meta_info"]
+        prompt = [pair[0] for pair in meta["input_token_logprobs"]]
+        logprob, token = meta["output_token_logprobs"][0][:2]
+        version = str(meta["weight_versions"][0]["version"])
+        logprobs = np.asarray([0.0, *prompt[1:]], np.float64)
+        return Score(logprobs, int(token), float(logprob), version)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineError("/generate", 200, f"no logprobs of {length} prompt tokens and one sampled: {error!r}") from error
 
 
 def _decode(raw: bytes) -> Any:

@@ -22,12 +22,14 @@ from common.addresses import Addresses
 from common.config import RunConfig
 from common.files import replace_file
 from common.record import segment_lengths
+from common.seeds import derive_seed
 from common.types import EngineInfo, StepKind
 from common.validate import Vocabulary
 from common.vocabulary import sampleable
 from common.wire import Tls
 from learner import tasks
 from learner.batch import Batch
+from learner.canary import BOUNDS, canary_ids
 from learner.checkpoints import Checkpoints
 from learner.control import Control
 from learner.model import hf
@@ -160,7 +162,7 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    run.version = run.publisher.publish(run.update, run.trainer.policy)
+    run.version = run.publisher.publish(run.update, run.trainer.policy, run.trainer.canary(run.canary_ids))
     run.control.published(run.version, run.update)
 
 
@@ -238,6 +240,13 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     if identical:
         why = "siblings sampled the same ids, which chance does not explain: does the engine use the request's seed?"
         run.folder.event("identical_siblings", {"alarm": why, "pairs": identical[:10], "count": len(identical)})
+    values["canary_worst"] = max(run.publisher.canaries.values(), default=0.0)
+    if (gap := metrics.get("gap_mean", 0.0)) > (bound := BOUNDS[run.config.model.dtype]):
+        why = f"engines and learner differ by {gap:.2g} in a token's logprob (mean), allowed is {bound:g}"
+        run.folder.event(
+            "engine_gap", {"alarm": why, **{name: value for name, value in metrics.items() if name.startswith("gap")}}
+        )
+        log.warning("update %d: %s", run.update, why)
     values |= {f"success/{domain}": value for domain, value in batch.success.items()}
     run.folder.metrics(run.update, values)
     run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
@@ -283,17 +292,28 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
     router = Router(addresses.router, control.set_engines, folder.event) if addresses.router else None
+    if router:
+        control.proofs.stands_for(router.name, [engine.name for engine in addresses.engines])
     publisher = Publisher(
-        PublisherOptions(options.run, folder.incarnation),
+        PublisherOptions(
+            options.run,
+            folder.incarnation,
+            rolling=config.engine.update == "rolling",
+            dtype=config.model.dtype,
+            temperature=config.sampling.temperature,
+        ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
         lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
         folder.event,
         router.hear if router else control.set_engines,
+        control.proofs,
     )
     checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
-    return Run(
+    run = Run(
         config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, router, started=options.started
     )
+    run.canary_ids = canary_ids(vocabulary.sampleable, config.engine.max_length - 2, derive_seed(config.seed, "canary"))
+    return run
 
 
 def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:

@@ -2,7 +2,7 @@
 
 Training never waits: `publish` takes a host copy of the parameters and returns. When training is faster than writing,
 the newest parameters win and the versions between are skipped. Each engine goes through pause (retract) -> update from
-disk with flush -> verify the version -> continue, every stage with a deadline. An engine that fails is quarantined with
+disk with flush -> verify the version -> continue -> canary, every stage with a deadline. An engine that fails is quarantined with
 the reason, and comes back by itself when a later try passes; one that is not there, or was restarted with other weights,
 is brought to the wanted version as soon as it answers. No engine waits for another.
 """
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from common.types import EngineInfo
+from learner.canary import Canary
 from learner.engine_api import Deadlines, EngineApi, EngineError
 from learner.keeper import EngineKeeper
+from learner.proofs import Proofs
 from learner.weights import WeightFolder, leaves
 
 REFUSALS = 3  # of an engine's first update, before it is given up
@@ -53,6 +55,9 @@ class PublisherOptions:
     poll_s: float = 1.0  # between two looks at an engine
     backoff_s: float = 1.0  # before a failed update is tried again; doubles
     backoff_max_s: float = 30.0
+    rolling: bool = False  # one engine after another, so that the others serve meanwhile
+    dtype: str = "float32"  # of the published weights
+    temperature: float = 1.0  # that training samples at
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Publisher:
         save: Save,
         events: Events,
         on_engines: Callable[[list[EngineInfo]], None] = lambda table: None,
+        proofs: Proofs | None = None,
     ) -> None:
         self._options = options
         self._save = save
@@ -83,12 +89,15 @@ class Publisher:
         self._changed = threading.Condition()  # guards everything below
         self._table = [replace(e, version=0, state="starting", reason="not seen yet") for e in engines]
         self._loading = dict.fromkeys(range(len(engines)), 0)  # engine -> version it may be reading from disk
-        self._pending: tuple[int, Params] | None = None
+        self._pending: tuple[int, Params, Canary] | None = None
         self._newest = 0  # written and whole, of this incarnation
         self._hold: _Hold | None = None
         self._pins: Counter[int] = Counter()
         self._refusals: Counter[int] = Counter()  # engine -> 4xx in a row, of one that never took an update
         self._failure: BaseException | None = None
+        self._one_at_a_time = threading.Lock()
+        self.proofs = proofs or Proofs()
+        self.canaries: dict[str, float] = {}  # engine -> mean |Δlogprob| of its newest canary
         self._closing = False
         self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
         self._apis = [EngineApi(engine.url, options.deadlines) for engine in engines]
@@ -99,8 +108,8 @@ class Publisher:
 
     # ---- for the learner ------------------------------------------------------------------------------------
 
-    def publish(self, update: int, params: Params) -> int:
-        """Publish `params`, the state after `update`; returns their version at once.
+    def publish(self, update: int, params: Params, canary: Canary) -> int:
+        """Publish `params`, the state after `update`, and what engines must answer with them; returns their version at once.
 
         Raises PublishError when a parameter is not finite (nothing is written and no version is used), or when an
         earlier publication failed in the background.
@@ -114,7 +123,7 @@ class Publisher:
             if self._closing:
                 raise PublishError(f"update {update} is not published: the publisher is closed")
             version = self._folder.allocate(update)
-            skipped, self._pending = self._pending, (version, params)
+            skipped, self._pending = self._pending, (version, params, canary)
             self._changed.notify_all()
         if skipped is not None:
             self._events("publish_skipped", {"version": skipped[0], "newer": version})
@@ -229,9 +238,14 @@ class Publisher:
                 self._changed.wait_for(lambda: self._pending is not None or self._closing)
                 if self._pending is None:
                     return
-                (version, params), self._pending = self._pending, None
+                (version, params, canary), self._pending = self._pending, None
             started = time.monotonic()
-            self._folder.write(version, lambda folder, params=params: self._save(params, folder))
+
+            def fill(folder: Path, params: Params = params, canary: Canary = canary) -> None:
+                canary.save(folder)
+                self._save(params, folder)
+
+            self._folder.write(version, fill)
             with self._changed:
                 self._newest = version
                 self._changed.notify_all()
@@ -252,6 +266,12 @@ class Publisher:
             self._events("hold_expired", {"version": self._hold.version, "newest": self._newest})
             self._hold = None
         return self._hold.version if self._hold is not None else self._newest
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """An engine's turn to be updated; False when the publisher closes first."""
+        with self._one_at_a_time if self._options.rolling else nullcontext():
+            yield not self._closing
 
     def _served(self) -> int:
         """The newest version that an engine serves to stay, 0 when none does. The caller holds the lock."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
 from common.config import RunConfig
 from learner.checkpoints import Checkpoints
@@ -55,6 +56,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)  # of this process: time.monotonic()
     update: int = 0  # RL updates done
     version: int = 0  # the newest published weights
+    canary_ids: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int32))  # [N] int32
     saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
 
     def seconds(self) -> float:

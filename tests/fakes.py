@@ -30,6 +30,7 @@ class Answer:
 
     status: int
     body: Any = field(default_factory=dict)
+    location: str = ""
 
 
 HANG = "hang"  # never answer
@@ -47,7 +48,11 @@ class Request:
     versions: list[str] = field(default_factory=list)  # of each output token
     cached: int = 0
     retractions: int = 0
+    scored: bool = False  # its prompt's logprobs are wanted
     ended: dict[str, Any] | None = None
+
+
+LOGPROB = -0.5  # of every token
 
 
 def count_up(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
@@ -142,6 +147,7 @@ class FakeEngine(Server):
         self.reused: list[tuple[str, str]] = []  # (version that reads, version that wrote) of every prefix cache hit
         self.healthy = True
         self.server_info: dict[str, Any] = {}
+        self.prompt_logprob = LOGPROB  # what it says of every token of a canary
         self._scripts: defaultdict[str, deque[Answer | str]] = defaultdict(deque)
         self._reset()
 
@@ -210,7 +216,10 @@ class FakeEngine(Server):
             await asyncio.Event().wait()
         if not isinstance(answer, Answer):
             return _drop(http)
-        return _json(answer.body, answer.status)
+        response = _json(answer.body, answer.status)
+        if answer.location:
+            response.headers["Location"] = answer.location
+        return response
 
     # ---- control ---------------------------------------------------------------------------------------------
 
@@ -288,7 +297,8 @@ class FakeEngine(Server):
         elif len(plan) < limit:
             finish = {"type": "stop", "matched": plan[-1] if plan else None}
         rid = body.get("rid") or f"fake-{len(self.calls)}-{index}"
-        return Request(rid if isinstance(rid, str) else rid[index], prompt, plan, finish)
+        scored = body.get("logprob_start_len", -1) == 0
+        return Request(rid if isinstance(rid, str) else rid[index], prompt, plan, finish, scored=scored)
 
     async def _serve(self, request: Request) -> dict[str, Any]:
         self.waiting.append(request)
@@ -342,8 +352,11 @@ class FakeEngine(Server):
             "num_retractions": request.retractions,
             "weight_version": self.weight_version,
             "weight_versions": spans,
-            "output_token_logprobs": [[-0.5, token, None] for token in request.output],
+            "output_token_logprobs": [[LOGPROB, token, None] for token in request.output],
         }
+        if request.scored:
+            rest = [[self.prompt_logprob, token, None] for token in request.prompt[1:]]
+            meta["input_token_logprobs"] = [[None, request.prompt[0], None], *rest]
         return {"text": "", "output_ids": request.output, "meta_info": meta}
 
 

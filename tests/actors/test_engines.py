@@ -162,7 +162,7 @@ async def test_a_lost_connection_is_not_tried_again_by_the_library() -> None:
 
 async def test_a_redirect_is_not_followed() -> None:
     with FakeEngine() as engine, FakeEngine() as other:
-        engine.script("/generate", Answer(307, {"error": {"message": "elsewhere"}}))
+        engine.script("/generate", Answer(307, {"error": {"message": "elsewhere"}}, other.url + "/generate"))
         record = await play(assignment(["done"]), engine)
         assert other.calls == []
     assert record.flags[0].startswith("reason:EngineRefused: engine-0 answered HTTP 307")

@@ -14,6 +14,7 @@ from tests.control.scripted import (
     in_background,
     lease,
     make_control,
+    publish,
     started,
     step,
     trajectory,
@@ -24,8 +25,8 @@ def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp
     """Update 2 with max_lag 1: tokens of version 1 (lag 2) are out, of 2 (lag 1) and 3 (lag 0) in."""
     control, _, events = started(tmp_path)
     control.ledger.update = 2
-    control.published(2, 1)
-    control.published(3, 2)
+    publish(control, 2, 1)
+    publish(control, 3, 2)
     control.set_engines([engine(3)])
     one, two, three, four = lease(control, 4)
     hand_in(control, trajectory(one, steps=(step([3, 4, 5], [(0, 1), (1, 2), (2, 3)], 1.0),)))
@@ -79,7 +80,7 @@ def equal_after(first):
 def test_drop_leaves_out_whole_rollouts_and_keeps_their_rewards(tmp_path):
     control, _, _ = started(tmp_path, learner={"on_stale": "drop"})
     control.ledger.update = 2
-    control.published(3, 2)
+    publish(control, 3, 2)
     control.set_engines([engine(3)])
     assigned = lease(control, 4)
     for i, a in enumerate(assigned):
@@ -105,7 +106,7 @@ def test_039_equal_prompts_do_not_merge_groups(tmp_path):
 
 def test_take_waits_for_the_last_member(tmp_path):
     control = make_control(tmp_path)
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_rl()
     assigned = lease(control, 4)
@@ -125,7 +126,7 @@ def test_take_waits_for_the_last_member(tmp_path):
 
 def test_071_finish_wakes_the_waiting_and_every_open_rollout_is_cancelled(tmp_path):
     control = make_control(tmp_path)
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_rl()
     out = lease(control)

@@ -93,12 +93,15 @@ class Served:
         except ValueError:
             return answer.status, raw.decode()
 
-    def generate(self, ids: list[int], new: int = 8, temperature: float = 1.0, rid: str = "", **sampling: Any) -> dict[str, Any]:
-        """A successful answer."""
+    def generate(
+        self, ids: list[int], new: int = 8, temperature: float = 1.0, rid: str = "", start: int = -1, **sampling: Any
+    ) -> dict[str, Any]:
+        """A successful answer, with the logprobs of the prompt behind `start` (-1: none)."""
         body = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": new, "temperature": temperature, "stop_token_ids": [END], **sampling},
             "return_logprob": True,
+            "logprob_start_len": start,
         }
         status, answer = self.call("/generate", body | ({"rid": rid} if rid else {}))
         assert status == 200, answer

@@ -11,11 +11,13 @@ import orjson
 from safetensors.numpy import load_file, save_file
 
 from common.types import EngineInfo
+from learner.canary import Canary
 from learner.engine_api import Deadlines
 from learner.publisher import Publisher, PublisherOptions
+from tests.fakes import LOGPROB
 
-TIGHT = Deadlines(look_s=1.0, pause_s=1.0, update_s=1.0)  # for calls that hang; others should not meet a deadline
-EASY = Deadlines(look_s=20.0, pause_s=20.0, update_s=20.0)
+TIGHT = Deadlines(look_s=1.0, pause_s=1.0, update_s=1.0, canary_s=1.0)  # for calls that hang; others should not meet a deadline
+EASY = Deadlines(look_s=20.0, pause_s=20.0, update_s=20.0, canary_s=20.0)
 
 
 def generate(url, body):
@@ -42,6 +44,13 @@ def load(directory):
     return load_file(str(directory / "model.safetensors"))
 
 
+def canary(ids=(1, 2, 3)):
+    """What a healthy FakeEngine answers: the same logprob for every token, and then the next number."""
+    logits = np.full(100, np.log((1 - np.exp(LOGPROB)) / 99), np.float32)
+    logits[ids[-1] + 1] = LOGPROB
+    return Canary(np.asarray(ids, np.int32), np.asarray([0.0, *[LOGPROB] * (len(ids) - 1)], np.float32), logits)
+
+
 class Log:
     """Collects events and engine tables."""
 
@@ -57,9 +66,11 @@ class Log:
 
 
 @contextmanager
-def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02):
+def publishing(run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02, rolling=False):
     log = log or Log()
-    options = PublisherOptions(run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1))
+    options = PublisherOptions(
+        run, incarnation, deadlines, poll_s=0.02, backoff_s=backoff_s, backoff_max_s=max(backoff_s, 0.1), rolling=rolling
+    )
     rows = [EngineInfo(f"engine-{i}", engine.url, "main", 0, "starting") for i, engine in enumerate(engines)]
     publisher = Publisher(options, rows, save, log.event, log.tables.append)
     try:

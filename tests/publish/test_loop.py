@@ -17,7 +17,7 @@ from learner.publisher import PublishError
 from learner.rollouts import Kind
 from learner.update import TrainingStopped
 from tests.fakes import FakeEngine
-from tests.publish.calls import save, weights
+from tests.publish.calls import canary, save, weights
 from tests.publish.test_publisher import publishing
 
 
@@ -81,7 +81,7 @@ def run_over(publisher, control) -> main.Run:
     config = RunConfig.model_validate(
         {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
     )
-    trainer = SimpleNamespace(policy=weights(1))
+    trainer = SimpleNamespace(policy=weights(1), canary=lambda ids: canary())
     publisher = publisher or SimpleNamespace(check=lambda: None)
     return main.Run(config, Path(), None, control, trainer, publisher, Checkpoints(), None, lambda: False)  # type: ignore[arg-type]
 
@@ -125,6 +125,7 @@ class Sometimes:
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
         self.policy = weights(1)
+        self.canary = lambda ids: canary()
 
     def policy_update(self, groups, live, version):
         outcome = self.outcomes.pop(0)
@@ -306,6 +307,9 @@ class Supervised:
 
     def state_tree(self):
         return {}
+
+    def canary(self, ids):
+        return canary()
 
     def supervised(self, rollouts, lr):
         self.rates.append(lr)
