@@ -227,6 +227,23 @@ async def test_a_connection_that_is_lost_is_followed_by_an_abort() -> None:
             await eventually(lambda: ("/abort_request", {"rid": "lost"}) in engine.calls)
 
 
+NOBODYS = answer([6], "length", weight_versions=[{"version": "default", "start": 0, "end": 1}])
+
+
+@pytest.mark.parametrize("failure", [Answer(503), Answer(429), Answer(500), Answer(200, NOBODYS), DROP, HANG], ids=str)
+async def test_an_engine_that_does_not_serve_rests(failure: Answer | str) -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", failure)
+        async with client(engine, timeout_s=0.2) as engines:
+            with pytest.raises(EngineUnavailable):
+                await ask(engines)
+            assert engines.places.ready("main") == []
+            engines.places.failed("engine-0", begun=float("inf"))
+            await ask(engines)
+            engines.places.failed("engine-0", begun=float("inf"))
+            assert engines.places._rests["engine-0"].failures == 1  # served in between
+
+
 ENDS = [HANG, DROP, LOSE, Answer(503), Answer(429), Answer(200, {"text": ""}), Answer(400), "cancel", "abort", "pause", "restart"]
 
 
