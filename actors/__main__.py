@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common import cli
+from common import cli, keys
 from common.addresses import Addresses, AddressesError
 from common.config import RunConfig
 from common.validate import Vocabulary
@@ -45,7 +45,7 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
     rules = PlaceRules(config.places, config.engine.choice)
-    engines = Engines(vocabulary, config.engine.timeout_s, rules, index)
+    engines = Engines(vocabulary, config.engine.timeout_s, rules, index, keys.of_run(run, config))
     envs = Envs(addresses.envs, tls, seed=index)
     learner = Learner(addresses.learner, f"actor-{index}", tls)
     summaries = Summaries()

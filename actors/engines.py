@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 
 from actors.places import PlaceRules, Places
+from common import keys
 from common.types import EngineInfo, Finish, Json, VersionRun
 from common.validate import LOGPROB_SLACK, Vocabulary
 
@@ -76,7 +77,7 @@ class Generation:
 class Engines:
     """The connections. Use inside a running event loop; `close` it there."""
 
-    def __init__(self, vocabulary: Vocabulary, timeout_s: float, rules: PlaceRules, index: int = 0) -> None:
+    def __init__(self, vocabulary: Vocabulary, timeout_s: float, rules: PlaceRules, index: int = 0, key: str = "") -> None:
         """`timeout_s`: of one request; `index`: of this actor process."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
@@ -85,6 +86,7 @@ class Engines:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # SGLang's server drops idle connections after 5 s
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             cookie_jar=aiohttp.DummyCookieJar(),
+            headers=keys.bearer(key),
         )
         self._aborts: set[asyncio.Task[None]] = set()
 

@@ -6,6 +6,7 @@ A key exists because two committed configurations, or a sweep, set it differentl
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ QUEUED = 1.5  # requests at an engine for each of its slots
 
 
 class TlsConfig(Table):
-    """Mutual TLS for gRPC: three PEM files, or none."""
+    """Mutual TLS for gRPC and for relays: three PEM files, or none."""
 
     cert: str = ""
     key: str = ""
@@ -28,6 +29,21 @@ class TlsConfig(Table):
     def _all_or_none(self) -> TlsConfig:
         if len({bool(self.cert), bool(self.key), bool(self.ca)}) != 1:
             raise ValueError("tls needs cert, key and ca together, or none of them")
+        return self
+
+
+class WeightsConfig(Table):
+    """How published weights reach engines. `disk`: engines see the learner's disk. `relay`: a relay on each engine's host
+    pulls them from the learner over HTTP into `folder`."""
+
+    transport: Literal["disk", "relay"] = "disk"
+    folder: str = Field(default="/dev/shm", description="relay: of each engine's host, in memory; two versions must fit")
+    fetch_s: Rate = Field(default=600.0, description="relay: a version has to reach a host within")
+
+    @model_validator(mode="after")
+    def _transport(self) -> WeightsConfig:
+        if self.transport == "disk":
+            unused(self, "weights", 'transport = "relay"', "folder", "fetch_s")
         return self
 
 
@@ -313,6 +329,7 @@ class RunConfig(Table):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
     tls: TlsConfig = TlsConfig()
 
     @property
@@ -322,6 +339,25 @@ class RunConfig(Table):
         has the places of all its engines."""
         each = self.engine.concurrency or math.ceil(QUEUED * self.engine.slots / self.actors.count)
         return each * self.engine.count if self.engine.router else each
+
+    @property
+    def keyed(self) -> bool:
+        """Whether engines and relays are called with the run's key: all that others may reach, and whatever relays front."""
+        return self.weights.transport == "relay" or not is_loopback(self.host)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> RunConfig:
+        if self.weights.transport == "relay" and not is_loopback(self.host) and not self.tls.cert:
+            raise ValueError(
+                f'weights.transport = "relay" on host {self.host!r}, which other machines reach, needs TLS: set tls.cert, tls.key'
+                ' and tls.ca, or host = "127.0.0.1"'
+            )
+        if self.engine.router and self.keyed:
+            raise ValueError(
+                'engine.router cannot be used where engines want a key (weights.transport = "relay", or a host that others'
+                " reach): the router would be a door without one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -359,3 +395,10 @@ class RunConfig(Table):
                     f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}"
                 )
         return self
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

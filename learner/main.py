@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from common.addresses import Addresses
 from common.config import RunConfig
 from common.files import replace_file
@@ -32,13 +30,15 @@ from learner.batch import Batch
 from learner.canary import BOUNDS, canary_ids
 from learner.checkpoints import Checkpoints
 from learner.control import Control
+from learner.engine_api import Deadlines
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
-from learner.router import Router
+from learner.router import NAME, Router
 from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
+from learner.transport import transport_of
 from learner.update import Trainer
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    run.version = run.publisher.publish(run.update, run.trainer.policy, run.trainer.canary(run.canary_ids))
+    run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
     run.control.published(run.version, run.update)
 
 
@@ -292,22 +292,24 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
     router = Router(addresses.router, control.set_engines, folder.event) if addresses.router else None
-    if router:
-        control.proofs.stands_for(router.name, [engine.name for engine in addresses.engines])
     publisher = Publisher(
         PublisherOptions(
             options.run,
             folder.incarnation,
+            Deadlines(fetch_s=config.weights.fetch_s),
+            transport=transport_of(config, addresses, options.run),
             rolling=config.engine.update == "rolling",
             dtype=config.model.dtype,
             temperature=config.sampling.temperature,
         ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
-        lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
+        lambda tensors, directory: hf.write(tensors, spec, directory, eos),
         folder.event,
         router.hear if router else control.set_engines,
         control.proofs,
     )
+    if router:
+        control.proofs.stands_for(NAME, [engine.name for engine in addresses.engines])
     checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
     run = Run(
         config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, router, started=options.started

@@ -13,19 +13,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.types import EngineInfo
 from learner.canary import Canary
-from learner.engine_api import Deadlines, EngineApi, EngineError
+from learner.engine_api import Deadlines, EngineError
 from learner.keeper import EngineKeeper
 from learner.proofs import Proofs
-from learner.weights import WeightFolder, leaves
+from learner.transport import DiskTransport, Transport
+from learner.weights import WeightFolder, leaves, nonfinite
 
 REFUSALS = 3  # of an engine's first update, before it is given up
 Params = Mapping[Any, Any]  # names to NumPy arrays, may be nested; the publisher's own from `publish` on
@@ -49,12 +49,13 @@ class EnginesRefuse(PublishError):
 class PublisherOptions:
     """Where weights go and how long things may take."""
 
-    run: Path  # weights/ and versions.jsonl stand here; engines must see the same path
+    run: Path  # weights/ and versions.jsonl stand here
     incarnation: int
     deadlines: Deadlines = field(default_factory=Deadlines)
     poll_s: float = 1.0  # between two looks at an engine
     backoff_s: float = 1.0  # before a failed update is tried again; doubles
     backoff_max_s: float = 30.0
+    transport: Transport = field(default_factory=DiskTransport)  # closed with the publisher
     rolling: bool = False  # one engine after another, so that the others serve meanwhile
     dtype: str = "float32"  # of the published weights
     temperature: float = 1.0  # that training samples at
@@ -100,7 +101,7 @@ class Publisher:
         self.canaries: dict[str, float] = {}  # engine -> mean |Δlogprob| of its newest canary
         self._closing = False
         self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
-        self._apis = [EngineApi(engine.url, options.deadlines) for engine in engines]
+        self._apis = [options.transport.connect(engine, options.deadlines) for engine in engines]
         loops = [self._write_loop] + [EngineKeeper(self, index, api).run for index, api in enumerate(self._apis)]
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), name="publisher", daemon=True) for loop in loops]
         for thread in self._threads:
@@ -115,8 +116,10 @@ class Publisher:
         earlier publication failed in the background.
         """
         self.check()
-        for name, array in leaves(params):
-            bad = int(array.size - np.count_nonzero(np.isfinite(array)))
+        with ThreadPoolExecutor() as threads:
+            named = list(leaves(params))
+            counts = list(threads.map(lambda pair: nonfinite(pair[1]), named))
+        for (name, array), bad in zip(named, counts, strict=True):
             if bad:
                 raise PublishError(f"update {update} is not published: {bad} of {array.size} values of {name} are not finite")
         with self._changed:
@@ -214,6 +217,7 @@ class Publisher:
         until = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        self._options.transport.close()
         self._folder.close()
 
     # ---- threads --------------------------------------------------------------------------------------------

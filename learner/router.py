@@ -13,35 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.types import EngineInfo
-from learner.engine_api import EngineApi, EngineError
+from learner.engine_api import Deadlines, EngineApi, EngineError
 
-POOL = "main"
+NAME, POOL = "router", "main"
 MODEL = "policy"  # of all workers; else the router takes the path of its weights for an engine's model, and each is another one
 SOON_S = 0.1  # between two looks while the router does what it was told
-
-
-class RouterApi(EngineApi):
-    """The router's own calls, with the manners of those to an engine: deadlines, and an EngineError for everything."""
-
-    def workers(self) -> dict[str, str]:
-        """Their ids, by url."""
-        answer = self._call("GET", "/workers", self._deadlines.look_s)
-        return {worker["url"]: worker["id"] for worker in answer["workers"]}
-
-    def add(self, url: str) -> None:
-        """Soon, or when the engine answers."""
-        self._call("POST", "/workers", self._deadlines.look_s, {"url": url, "model_id": MODEL})
-
-    def remove(self, worker: str) -> None:
-        """Soon; what it has in flight ends there."""
-        self._call("DELETE", f"/workers/{worker}", self._deadlines.look_s)
 
 
 class Router:
     """`hear` is told the publisher's table, `tell` hears the actors'. A thread runs from construction to `close`; it also calls
     `tell` and `events`."""
-
-    name = "router"  # under which tokens are recorded
 
     def __init__(
         self,
@@ -50,13 +31,13 @@ class Router:
         events: Callable[[str, dict[str, Any]], None],
         poll_s: float = 1.0,
     ) -> None:
-        self._api = RouterApi(url)
+        self._api = EngineApi(url)
         self._url, self._tell, self._events, self._poll_s = url, tell, events, poll_s
         self._changed = threading.Condition()  # guards everything below
         self._table: list[EngineInfo] = []
         self._workers: frozenset[str] = frozenset()  # urls, when last looked at
         self._trouble = "not seen yet"
-        self._row = EngineInfo(self.name, url, POOL, 0, "starting", self._trouble)
+        self._row = EngineInfo(NAME, url, POOL, 0, "starting", self._trouble)
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="router", daemon=True)
         self._thread.start()
@@ -92,14 +73,15 @@ class Router:
 
     def _bring(self, table: Sequence[EngineInfo]) -> tuple[frozenset[str], bool]:
         """Tell the router what its workers are to be; which they are at the moment, and whether that is all."""
-        listed = self._api.workers()
+        look_s = Deadlines().look_s
+        listed = {worker["url"]: worker["id"] for worker in self._api.call("GET", "/workers", look_s)["workers"]}
         missing = [engine.url for engine in table if engine.state == "ready" and engine.url not in listed]
         wanted = {engine.url for engine in table if engine.state in ("ready", "updating")}
         excess = [url for url in listed if url not in wanted]
         for url in missing:
-            self._api.add(url)
+            self._api.call("POST", "/workers", look_s, {"url": url, "model_id": MODEL})
         for url in excess:
-            self._api.remove(listed[url])
+            self._api.call("DELETE", f"/workers/{listed[url]}", look_s)
         return frozenset(listed) - frozenset(excess), not missing and not excess
 
     def _show(self) -> None:
@@ -110,7 +92,7 @@ class Router:
         words = [f"{e.name} {e.state}{f' ({e.reason})' if e.reason else ''}" for e in self._table if e not in serving]
         reason = "; ".join(filter(None, (self._trouble, *words)))
         version = min((engine.version for engine in serving), default=0)
-        row = EngineInfo(self.name, self._url, POOL, version, "ready" if serving else state, reason)
+        row = EngineInfo(NAME, self._url, POOL, version, "ready" if serving else state, reason)
         if row == self._row:
             return
         if (row.state, row.version) != (self._row.state, self._row.version):

@@ -21,6 +21,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from common import keys
+
 Reply = Callable[[list[int], dict[str, Any]], list[int]]  # prompt and sampling_params -> the tokens to sample
 
 
@@ -146,6 +148,7 @@ class FakeEngine(Server):
         self.trace: list[tuple[str, str]] = []  # ("update", version), ("flush", ""), ("token", rid), in order
         self.reused: list[tuple[str, str]] = []  # (version that reads, version that wrote) of every prefix cache hit
         self.healthy = True
+        self.key = ""  # that every call but /health needs
         self.server_info: dict[str, Any] = {}
         self.prompt_logprob = LOGPROB  # what it says of every token of a canary
         self._scripts: defaultdict[str, deque[Answer | str]] = defaultdict(deque)
@@ -181,7 +184,15 @@ class FakeEngine(Server):
             app.router.add_post(path, self._post)
         return app
 
+    def _locked_out(self, http: web.Request) -> web.Response | None:
+        """As SGLang answers with --api-key."""
+        if http.path == "/health" or keys.shown(http.headers.get("Authorization", ""), self.key):
+            return None
+        return _json({"error": "Unauthorized"}, 401)
+
     async def _get(self, http: web.Request) -> web.Response:
+        if locked_out := self._locked_out(http):
+            return locked_out
         if scripted := await self._scripted(http):
             return scripted
         match http.path:
@@ -197,6 +208,8 @@ class FakeEngine(Server):
     async def _post(self, http: web.Request) -> web.Response:
         raw = await http.read()
         body = orjson.loads(raw) if raw else {}
+        if locked_out := self._locked_out(http):
+            return locked_out
         self.calls.append((http.path, body))
         lose = self._scripts[http.path] and self._scripts[http.path][0] == LOSE
         if lose:

@@ -139,6 +139,16 @@ TYPOS = {
         [],
         "domains.0.memory = 'on': Input should be 'off', 'rollout' or 'task'",
     ),
+    "a combination: a relay that everybody could use": (
+        MINIMAL,
+        ["--weights.transport=relay", "--host=10.0.0.7"],
+        "weights.transport = \"relay\" on host '10.0.0.7', which other machines reach, needs TLS: set tls.cert, tls.k",
+    ),
+    "a combination: a relay's folder without relays": (
+        MINIMAL,
+        ["--weights.folder=/x"],
+        "weights.folder = '/x' is for transport = \"relay\"; leave it out",
+    ),
     "a combination: half of TLS": (MINIMAL, ["--tls.cert=x"], "tls needs cert, key and ca together"),
     "a combination: GRPO with a discount": (MINIMAL, ["--algorithm.gamma=0.99"], "algorithm.gamma = 0.99 is for PPO"),
     "a combination: PPO with groups": (
@@ -280,3 +290,13 @@ def test_a_text_may_look_like_something_else(tmp_path, name):
     path.write_text(MINIMAL)
     config = load(path, [f"--name={name}", "--seed=3", "--optimizer.lr=1e-3"])
     assert (config.name, config.seed, config.optimizer.lr) == (name, 3, 1e-3)
+
+
+def test_a_key_is_needed_where_others_can_call(minimal):
+    tls = [f"--tls.{name}=x.pem" for name in ("cert", "key", "ca")]
+    for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
+        assert not load(minimal, [f"--host={host}"]).keyed
+        assert load(minimal, [f"--host={host}", "--weights.transport=relay"]).keyed
+    for host in ("10.0.0.7", "0.0.0.0", "learner.example"):
+        assert load(minimal, [f"--host={host}"]).keyed
+        assert load(minimal, [f"--host={host}", "--weights.transport=relay", *tls]).weights.folder == "/dev/shm"

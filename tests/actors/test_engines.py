@@ -187,6 +187,14 @@ async def test_a_request_that_takes_too_long_gives_back_what_it_has() -> None:
         assert part.versions == (VersionRun(0, 1, "engine-0", "main"),)
 
 
+async def test_a_request_that_was_answered_is_not_aborted() -> None:
+    with FakeEngine() as engine:
+        async with client(engine, timeout_s=0.2) as engines:
+            await ask(engines)
+            await asyncio.sleep(0.4)
+        assert engine.posts() == []
+
+
 async def test_a_pause_that_takes_too_long_gives_back_what_was_sampled_before_it() -> None:
     with FakeEngine(reply=endless, token_s=0.01) as engine:
         async with client(engine, timeout_s=0.5) as engines:

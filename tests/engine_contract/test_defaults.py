@@ -33,7 +33,7 @@ def opinionated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     model = make_model(tmp_path_factory.mktemp("opinionated") / "a", 0)
     (model / "generation_config.json").write_text(json.dumps(GENERATION | {"eos_token_id": END}))
     arguments = ("--preferred-sampling-params", json.dumps(PREFERRED)) if request.param == "sglang" else ()
-    with served_by(request.param, model, tmp_path_factory.mktemp("engine") / "log", *arguments) as served:
+    with served_by(request.param, model, tmp_path_factory.mktemp("engine"), *arguments) as served:
         served.api.pause()  # as the learner does: SGLang's own look at its health may still be running
         served.api.update_weights(model, 1)
         served.api.resume()

@@ -18,13 +18,12 @@ from common.addresses import Addresses
 from common.config import EngineConfig
 from common.types import EngineInfo, VersionRun
 from common.validate import Vocabulary
-from learner.engine_api import EngineError
+from learner.engine_api import EngineApi, EngineError
 from learner.publisher import Publisher, PublisherOptions
-from learner.router import Router, RouterApi
+from learner.router import Router
 from tests.engine_contract.conftest import REPOSITORY, SGLANG, free_port
-from tests.fakes import DROP, Answer, FakeEngine, FakeRouter, count_up
+from tests.fakes import DROP, Answer, FakeEngine, FakeRouter
 from tests.processes import eventually, until
-from tests.publish.calls import canary, save, weights
 from tools.launching.engines import router_command
 
 
@@ -45,7 +44,7 @@ class RealRouter:
     def _answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
         with contextlib.suppress(EngineError):
-            return RouterApi(self.url).workers() == {}
+            return EngineApi(self.url).call("GET", "/workers", 5.0)["total"] == 0
         return False
 
     def stop(self) -> None:
@@ -100,8 +99,8 @@ class Run:
         return self.rows[-1][0] if self.rows else EngineInfo("", "", "", 0, "nothing")
 
     def workers(self) -> set[str]:
-        listed = RouterApi(self.row.url).workers()
-        return {f"engine-{n}" for n, engine in enumerate(self.engines) if engine.url in listed}
+        listed = EngineApi(self.row.url).call("GET", "/workers", 5.0)["workers"]
+        return {f"engine-{n}" for n, engine in enumerate(self.engines) if engine.url in [w["url"] for w in listed]}
 
     async def both(self, version: int = 1) -> None:
         self.table(("ready", version), ("ready", version))
@@ -236,19 +235,17 @@ async def test_a_router_that_is_restarted_gets_its_workers_again(run: Run, proce
 async def test_a_dead_engine_leaves_and_comes_back_by_the_publishers_word(
     process: FakeRouter | RealRouter, engines: list[FakeEngine], tmp_path: Path
 ) -> None:
-    for engine in engines:
-        engine.reply = count_up  # what a canary expects
     rows: list[list[EngineInfo]] = []
     router = Router(process.url, rows.append, lambda name, values: None, poll_s=0.05)
     table = [EngineInfo(f"engine-{n}", engine.url, "main", 0, "starting") for n, engine in enumerate(engines)]
     options = PublisherOptions(tmp_path, 1, poll_s=0.05)
-    publisher = Publisher(options, table, save, lambda name, values: None, router.hear)
+    publisher = Publisher(options, table, lambda params, folder: None, lambda name, values: None, router.hear)
 
     def workers() -> int:
-        return len(RouterApi(process.url).workers())
+        return EngineApi(process.url).call("GET", "/workers", 5.0)["total"]
 
     try:
-        publisher.publish(0, weights(1), canary())
+        publisher.publish(0, {"w": np.zeros(1)})
         await eventually(lambda: rows and rows[-1][0].state == "ready" and rows[-1][0].reason == "" and workers() == 2)
         await asyncio.to_thread(engines[0].stop)
         await eventually(lambda: workers() == 1)

@@ -35,6 +35,17 @@ def test_sglang_on_a_cpu():
     assert made[made.index("--max-total-tokens") + 1] == str(64 * 192)
 
 
+def test_a_key_reaches_engines_by_a_file():
+    """No `ps` shows it, and SGLang does not log it: at its usual level it logs all that it was started with."""
+    key, relay = str(RUN / "engine_key.yaml"), "--weights.transport=relay"
+    made = engines.command(config(relay), RUN, URL, True)
+    assert made[made.index("--config") + 1] == key
+    assert made[made.index("--log-level") + 1] == "warning"
+    assert "--config" not in engines.command(config(), RUN, URL, True)
+    made = engines.command(load(REPOSITORY / "configs" / "smoke.toml", [relay]), RUN, URL, False)
+    assert made[made.index("--api-key-file") + 1] == key
+
+
 def test_the_embedded_engine():
     made = engines.command(load(REPOSITORY / "configs" / "smoke.toml"), RUN, URL, False)
     assert made[:3] == (sys.executable, "-m", "learner.serving")

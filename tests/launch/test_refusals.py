@@ -209,7 +209,7 @@ def interrupts():
 
 
 def test_no_port_is_chosen_twice():
-    """Ten programs, ten ports: a configured one of them is no choice for the others."""
+    """As many ports as programs: a configured one of them is no choice for the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         first = probe.getsockname()[1]
@@ -221,12 +221,14 @@ def test_no_port_is_chosen_twice():
                     "domains": [{"name": "frozenlake", "replicas": 12}],
                     "engine": {"count": 12},
                     "learner": {"port": first + 7},
+                    "weights": {"transport": "relay"},
                 }
             ),
             wanted,
         )
         ports = [addresses.learner, *addresses.envs["frozenlake"], *(e.url.removeprefix("http://") for e in addresses.engines)]
-        assert len(set(ports)) == 25
+        ports += [addresses.weights, addresses.relays[0].url.removeprefix("http://")]
+        assert len(set(ports)) == 27
 
 
 def test_an_address_that_is_not_ours(stage):

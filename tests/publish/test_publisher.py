@@ -9,10 +9,20 @@ from common.types import EngineInfo
 from learner.publisher import EnginesRefuse, PublishError
 from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
 from tests.processes import until
-from tests.publish.calls import EASY, TIGHT, Log, canary, generate, in_background, load, publishing, state, weights
+from tests.publish.calls import EASY, KEY, TIGHT, Log, canary, generate, in_background, load, publishing, state, weights
 
 SEQUENCE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 UNDO = ["/abort_request", "/flush_cache", "/continue_generation"]
+
+
+@pytest.fixture(params=["disk", "relay"])
+def engine(request):
+    """Every test of this file runs over both transports: nobody above them can tell which it is."""
+    with FakeEngine() as running:
+        running.relayed = request.param == "relay"
+        running.key = KEY if running.relayed else ""
+        yield running
+
 
 LOADED = {"flush_cache": True, "load_format": "safetensors"}
 
@@ -25,7 +35,7 @@ def test_order_of_an_update(tmp_path, engine):
         assert (version, publisher.wait_ready(version, 20)) == (1, 1)
         assert engine.posts() == SEQUENCE
         assert engine.calls[0][1] == {"mode": "retract"}
-        folder = str((tmp_path / "weights" / "1").resolve())
+        folder = str((tmp_path / ("host" if engine.relayed else "weights") / "1").resolve())
         assert engine.calls[1][1] == {"model_path": folder, "weight_version": "1", **LOADED}
         assert np.array_equal(load(tmp_path / "weights" / "1")["model.norm.weight"], np.ones(4, np.float32))
         assert (tmp_path / "weights" / "1" / "DONE").exists()

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from common import keys
 from common.addresses import Addresses
 from common.config import EngineConfig, RunConfig
 
@@ -77,7 +78,9 @@ def command(config: RunConfig, run: Path, url: str, accelerator: bool) -> tuple[
         start = (python, "-m", "sglang.launch_server") if accelerator else (python, str(SERVE_ON_CPU))
         sizes = ("--context-length", str(engine.max_length), "--max-running-requests", str(engine.slots))
         room = () if accelerator else (*CPU_FLAGS, "--max-total-tokens", str(engine.slots * engine.max_length))
-        return (*start, *common, "--skip-tokenizer-init", "--dtype", config.model.dtype, *sizes, *room, *engine.args)
+        # By a file, not an argument that every `ps` shows; at its usual level SGLang logs all that it was started with.
+        key = ("--config", str(run / keys.NAME), "--log-level", "warning") if config.keyed else ()
+        return (*start, *common, *key, "--skip-tokenizer-init", "--dtype", config.model.dtype, *sizes, *room, *engine.args)
     sizes = {
         "--slots": engine.slots,
         "--max-length": engine.max_length,
@@ -87,4 +90,5 @@ def command(config: RunConfig, run: Path, url: str, accelerator: bool) -> tuple[
         "--widths": ",".join(map(str, engine.widths)),
         "--dtype": config.model.dtype,
     }
-    return (sys.executable, "-m", "learner.serving", *common, *(text for pair in sizes.items() for text in map(str, pair)))
+    key = ("--api-key-file", str(run / keys.NAME)) if config.keyed else ()
+    return (sys.executable, "-m", "learner.serving", *common, *key, *(text for pair in sizes.items() for text in map(str, pair)))
