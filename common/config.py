@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from common.config_cross_policy import CrossPolicyConfig
 from common.config_domain import DomainConfig
 from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
 
@@ -320,6 +321,7 @@ class RunConfig(Table):
     model: ModelConfig = ModelConfig()
     domains: list[DomainConfig] = Field(min_length=1)
     engine: EngineConfig = EngineConfig()
+    cross_policy: CrossPolicyConfig = CrossPolicyConfig()
     actors: ActorsConfig = ActorsConfig()
     chat: ChatConfig = ChatConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -369,6 +371,7 @@ class RunConfig(Table):
             raise ValueError(f"engine.port {self.engine.port}: the last of {self.engine.count} engines would get port {last}")
         if self.engine.port and self.engine.port <= self.learner.port <= last:
             raise ValueError(f"learner.port {self.learner.port} is an engine's too; engines get {self.engine.port} to {last}")
+        self.cross_policy.check(self.engine.count, self.learner.max_lag)
         for domain in self.domains:
             tokens, where = domain.limits.max_tokens, f"domains.{domain.name}.limits.max_tokens"
             if tokens > self.engine.max_length:

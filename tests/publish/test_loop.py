@@ -12,7 +12,7 @@ import pytest
 from common.config import RunConfig
 from learner import main
 from learner.__main__ import is_disk
-from learner.batch import Batch
+from learner.batch import Batch, Lag
 from learner.publisher import PublishError
 from learner.rollouts import Kind
 from learner.update import TrainingStopped
@@ -163,7 +163,7 @@ class RlControl(Control):
         pass
 
     def take(self, timeout):
-        return Batch(Kind.RL, 0, (), {}, {}, 0.0, 0, 0, 2, {})
+        return Batch(Kind.RL, 0, (), {}, {}, Lag(2, 0.0, 0), Lag(0, 0.0, 0), 0, 2, {})
 
     def commit(self, batch):
         pass
