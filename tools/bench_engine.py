@@ -36,6 +36,7 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
     sys.path[0] = str(ROOT)
 
 from actors.engines import Engines, Generation, Request  # noqa: E402
+from actors.places import PlaceRules  # noqa: E402
 from common.cli import load  # noqa: E402
 from common.config import RunConfig  # noqa: E402
 from common.types import EngineInfo, ids_array  # noqa: E402
@@ -176,7 +177,7 @@ def rollouts(server: Server, size: Size, seed: int) -> dict[str, float]:
     """One round of turns, from an empty cache."""
 
     async def play() -> tuple[float, list[list[Turn]]]:
-        client = Engines(Vocabulary(VOCABULARY, VOCABULARY), CALL_S)
+        client = Engines(Vocabulary(VOCABULARY, VOCABULARY), CALL_S, PlaceRules(PLACES))
         try:
             begun = time.monotonic()
             played = await asyncio.gather(*(rollout(client, server, (seed, n), size.turns) for n in range(size.rollouts)))
@@ -199,7 +200,7 @@ def update_cost(server: Server, count: int, seed: int) -> dict[str, float]:
     prompts = np.random.default_rng(seed).integers(0, VOCABULARY, (count, LONG_PROMPT))
 
     async def play(update_after_s: float) -> tuple[float, float, list[Turn]]:
-        client = Engines(Vocabulary(VOCABULARY, VOCABULARY), CALL_S)
+        client = Engines(Vocabulary(VOCABULARY, VOCABULARY), CALL_S, PlaceRules(PLACES))
         try:
             begun, paused = time.monotonic(), 0.0
             asked = [asyncio.create_task(timed(client, server, str(n), p, LONG_OUTPUT)) for n, p in enumerate(prompts)]

@@ -106,7 +106,7 @@ async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
 
 
 async def test_it_says_how_much_came_from_the_engines_cache() -> None:
-    engines = Engines(Vocabulary(384, 356), timeout_s=60.0)
+    engines = Engines(Vocabulary(384, 356), 60.0, PlaceRules(8))
     with FakeEngine() as engine:
         info = EngineInfo("engine-0", engine.url, "main", 1, "ready")
         engine.script("/generate", *(Answer(200, answer([7, 2], "stop", cached_tokens=count)) for count in (3, None)))
