@@ -27,6 +27,7 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     from actors.envs import Envs
     from actors.history import Rules, check_room
     from actors.learner_client import Learner
+    from actors.places import PlaceRules
     from actors.pool import Pool
     from actors.summaries import Summaries
     from actors.toolcalls.turns import TurnParser
@@ -43,7 +44,8 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
-    engines = Engines(vocabulary, config.engine.timeout_s, keys.of_run(run, config))
+    rules = PlaceRules(config.places, config.engine.choice)
+    engines = Engines(vocabulary, config.engine.timeout_s, rules, index, keys.of_run(run, config))
     envs = Envs(addresses.envs, tls, seed=index)
     learner = Learner(addresses.learner, f"actor-{index}", tls)
     summaries = Summaries()

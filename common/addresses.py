@@ -40,6 +40,8 @@ class Addresses(BaseModel):
 
     learner: str
     engines: list[EngineAddress]
+    router: str = ""  # http://host:port of the router in front of all engines; empty: there is none
+    router_metrics: str = ""  # host:port of its Prometheus metrics
     envs: dict[str, list[str]]  # domain -> its replicas
     weights: str = ""  # empty: weights travel by disk, and there are no relays
     relays: list[RelayAddress] = []

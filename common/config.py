@@ -7,12 +7,15 @@ A key exists because two committed configurations, or a sweep, set it differentl
 from __future__ import annotations
 
 import ipaddress
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from common.config_domain import DomainConfig
 from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
+
+QUEUED = 1.5  # requests at an engine for each of its slots
 
 
 class TlsConfig(Table):
@@ -109,7 +112,15 @@ class EngineConfig(Table):
     prefill_chunk: Positive = Field(default=64, description="prompt tokens per slot and dispatch")
     prefill_slots: Positive = Field(default=8, description="slots per prefill dispatch")
     widths: list[Positive] = Field(default=[128, 192, 256, 320], description="attended widths, rising; the last is max_length")
-    timeout_s: Rate = Field(default=60.0, description="of one /generate call")
+    timeout_s: Rate = Field(
+        default=60.0, description="of one /generate call; then it is aborted, and goes on after what it has sampled"
+    )
+    concurrency: Natural = Field(
+        default=0, description="requests in flight per actor process and engine; 0: its share of what keeps the slots full"
+    )
+    choice: Literal["prefix", "least_loaded"] = Field(
+        default="prefix", description="prefix: a rollout goes back to the engine that holds its cached prefix"
+    )
     update: Literal["together", "rolling"] = Field(
         default="together", description="of weights: all engines at once, or one after another while the others serve"
     )
@@ -117,6 +128,23 @@ class EngineConfig(Table):
         default="", description="sglang: the Python of its environment, as `make sglang` builds one; empty: this one"
     )
     args: list[str] = Field(default=[], description="further arguments for an SGLang server")
+
+    router: bool = Field(
+        default=False, description="SGLang's router in front of all engines: it chooses one by prefix and load, for all actors"
+    )
+    router_python: str = Field(
+        default="", description="the Python that has sglang-router; empty: engine.python, or where that is empty this one"
+    )
+
+    @model_validator(mode="after")
+    def _router(self) -> EngineConfig:
+        if not self.router:
+            unused(self, "engine", "router = true", "router_python")
+        elif self.choice != "prefix":
+            raise ValueError(
+                f'engine.choice = "{self.choice}" cannot be used with engine.router: the router chooses; leave it out'
+            )
+        return self
 
     @model_validator(mode="after")
     def _widths(self) -> EngineConfig:
@@ -305,6 +333,14 @@ class RunConfig(Table):
     tls: TlsConfig = TlsConfig()
 
     @property
+    def places(self) -> int:
+        """Requests in flight per actor process and engine. By itself, half again as many as there are slots, over all actors: the
+        next requests are at the engine when a slot falls free. More only wait there, where nothing can be said of them. A router
+        has the places of all its engines."""
+        each = self.engine.concurrency or math.ceil(QUEUED * self.engine.slots / self.actors.count)
+        return each * self.engine.count if self.engine.router else each
+
+    @property
     def keyed(self) -> bool:
         """Whether engines and relays are called with the run's key: all that others may reach, and whatever relays front."""
         return self.weights.transport == "relay" or not is_loopback(self.host)
@@ -315,6 +351,11 @@ class RunConfig(Table):
             raise ValueError(
                 f'weights.transport = "relay" on host {self.host!r}, which other machines reach, needs TLS: set tls.cert, tls.key'
                 ' and tls.ca, or host = "127.0.0.1"'
+            )
+        if self.engine.router and self.keyed:
+            raise ValueError(
+                'engine.router cannot be used where engines want a key (weights.transport = "relay", or a host that others'
+                " reach): the router would be a door without one"
             )
         return self
 

@@ -71,24 +71,24 @@ class EngineApi:
 
     def weight_version(self) -> str:
         """The label of the weights it serves: "default" until an update gave it another."""
-        info = self._call("GET", "/model_info", self.deadlines.look_s)
+        info = self.call("GET", "/model_info", self.deadlines.look_s)
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError("/model_info", 200, "no weight_version in the answer; is this an SGLang 0.5 server?")
         return str(info["weight_version"])
 
     def health(self) -> None:
         """Raises EngineGone while the engine is starting."""
-        self._call("GET", "/health", self.deadlines.look_s)
+        self.call("GET", "/health", self.deadlines.look_s)
 
     def server_info(self) -> dict[str, Any]:
-        return self._call("GET", "/server_info", self.deadlines.look_s)
+        return self.call("GET", "/server_info", self.deadlines.look_s)
 
     def pause(self) -> None:
         """Stop generating and take running requests back into the queue: they keep their tokens, not their cache."""
-        self._call("POST", "/pause_generation", self.deadlines.pause_s, {"mode": "retract"})
+        self.call("POST", "/pause_generation", self.deadlines.pause_s, {"mode": "retract"})
 
     def resume(self) -> None:
-        self._call("POST", "/continue_generation", self.deadlines.pause_s, {})
+        self.call("POST", "/continue_generation", self.deadlines.pause_s, {})
 
     def prepare(self, directory: Path, version: int) -> str:
         """Bring `version`, published in `directory`, to where the engine reads it, and return that path. Here the engine sees the
@@ -99,7 +99,7 @@ class EngineApi:
         """Load `directory` and flush the prefix cache: no key or value of the old weights may serve the new ones."""
         # A server that was started with random weights would make random ones again: it is told that these are files.
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True, "load_format": "safetensors"}
-        answer = self._call("POST", "/update_weights_from_disk", self.deadlines.update_s, body)
+        answer = self.call("POST", "/update_weights_from_disk", self.deadlines.update_s, body)
         if isinstance(answer, dict) and not answer.get("success", True):
             raise EngineError("/update_weights_from_disk", 200, _message(answer))
 
@@ -111,16 +111,17 @@ class EngineApi:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return _score(self._call("POST", "/generate", self.deadlines.canary_s, body), len(ids))
+        return _score(self.call("POST", "/generate", self.deadlines.canary_s, body), len(ids))
 
     def abort_all(self) -> None:
         """End every request; callers get what was sampled so far with finish reason abort."""
-        self._call("POST", "/abort_request", self.deadlines.pause_s, {"rid": "", "abort_all": True})
+        self.call("POST", "/abort_request", self.deadlines.pause_s, {"rid": "", "abort_all": True})
 
     def flush_cache(self) -> None:
-        self._call("POST", f"/flush_cache?timeout={max(1, int(self.deadlines.pause_s / 2))}", self.deadlines.pause_s, {})
+        self.call("POST", f"/flush_cache?timeout={max(1, int(self.deadlines.pause_s / 2))}", self.deadlines.pause_s, {})
 
-    def _call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
+    def call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
+        """The answer, as JSON where it is. Raises EngineError, EngineGone, EngineSilent."""
         call = path.partition("?")[0]
         if self._tls:
             connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
@@ -146,7 +147,7 @@ class EngineApi:
             connection.close()
         if status == STARTING:
             raise EngineGone(call, status, _message(answer) or "still starting")
-        if status != 200:
+        if status not in (200, 202):  # 202: a router takes note, and does it soon
             raise EngineError(call, status, _message(answer))
         return answer
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from common.addresses import Addresses
 from common.config import RunConfig
 from common.files import replace_file
@@ -36,6 +34,7 @@ from learner.engine_api import Deadlines
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
+from learner.router import NAME, Router
 from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
@@ -163,7 +162,7 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    run.version = run.publisher.publish(run.update, run.trainer.policy, run.trainer.canary(run.canary_ids))
+    run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
     run.control.published(run.version, run.update)
 
 
@@ -292,6 +291,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     server, _ = serve(control, addresses.learner, tls)
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
+    router = Router(addresses.router, control.set_engines, folder.event) if addresses.router else None
     publisher = Publisher(
         PublisherOptions(
             options.run,
@@ -303,13 +303,17 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
             temperature=config.sampling.temperature,
         ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
-        lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
+        lambda tensors, directory: hf.write(tensors, spec, directory, eos),
         folder.event,
-        control.set_engines,
+        router.hear if router else control.set_engines,
         control.proofs,
     )
+    if router:
+        control.proofs.stands_for(NAME, [engine.name for engine in addresses.engines])
     checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
-    run = Run(config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, started=options.started)
+    run = Run(
+        config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, router, started=options.started
+    )
     run.canary_ids = canary_ids(vocabulary.sampleable, config.engine.max_length - 2, derive_seed(config.seed, "canary"))
     return run
 
@@ -363,6 +367,7 @@ def close(run: Run) -> None:
     steps: list[Callable[[], Any]] = [
         run.checkpoints.close,
         run.publisher.close,
+        lambda: run.router and run.router.close(),
         lambda: time.sleep(0.5),  # actors hear "no more" at their next call
         lambda: run.server.stop(2.0).wait(),
         run.folder.close,

@@ -13,12 +13,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from common.types import EngineInfo
 from learner.canary import Canary
@@ -26,7 +25,7 @@ from learner.engine_api import Deadlines, EngineError
 from learner.keeper import EngineKeeper
 from learner.proofs import Proofs
 from learner.transport import DiskTransport, Transport
-from learner.weights import WeightFolder, leaves
+from learner.weights import WeightFolder, leaves, nonfinite
 
 REFUSALS = 3  # of an engine's first update, before it is given up
 Params = Mapping[Any, Any]  # names to NumPy arrays, may be nested; the publisher's own from `publish` on
@@ -117,8 +116,10 @@ class Publisher:
         earlier publication failed in the background.
         """
         self.check()
-        for name, array in leaves(params):
-            bad = int(array.size - np.count_nonzero(np.isfinite(array)))
+        with ThreadPoolExecutor() as threads:
+            named = list(leaves(params))
+            counts = list(threads.map(lambda pair: nonfinite(pair[1]), named))
+        for (name, array), bad in zip(named, counts, strict=True):
             if bad:
                 raise PublishError(f"update {update} is not published: {bad} of {array.size} values of {name} are not finite")
         with self._changed:

@@ -17,6 +17,7 @@ from learner.checkpoints import Checkpoints
 from learner.control import Control
 from learner.jsonlines import read_lines
 from learner.publisher import Publisher
+from learner.router import Router
 from learner.runfolder import RunFolder
 from learner.update import Trainer
 
@@ -50,6 +51,7 @@ class Run:
     checkpoints: Checkpoints
     server: grpc.Server
     stop: Callable[[], bool]
+    router: Router | None = None  # in front of the engines, where there is one
     totals: Totals = field(default_factory=Totals)
     started: float = field(default_factory=time.monotonic)  # of this process: time.monotonic()
     update: int = 0  # RL updates done

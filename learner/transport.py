@@ -62,13 +62,13 @@ class RelayApi(EngineApi):
         super().__init__(url, direct.deadlines, direct.key, tls)
         self._source, self._direct = source, direct
 
-    def _call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
-        return (self._direct._call if path == "/generate" else super()._call)(method, path, timeout, body)
+    def call(self, method: str, path: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
+        return (self._direct.call if path == "/generate" else super().call)(method, path, timeout, body)
 
     def prepare(self, directory: Path, version: int) -> str:
         """Have the relay fetch `version`; the path at which it lies on the engine's host."""
         body = {"version": version, "source": self._source, "deadline_s": self.deadlines.fetch_s}
-        answer = self._call("POST", "/fetch", self.deadlines.fetch_s + SLACK_S, body)
+        answer = self.call("POST", "/fetch", self.deadlines.fetch_s + SLACK_S, body)
         if not isinstance(answer, dict) or not isinstance(answer.get("path"), str):
             raise EngineError("/fetch", 200, "no path in the answer; is this a relay?")
         return answer["path"]

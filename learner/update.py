@@ -24,6 +24,7 @@ from common.types import Source, Status, Trajectory
 from learner import credit, objective, optimizer
 from learner.advantages import whiten
 from learner.canary import Canary
+from learner.model import hf
 from learner.model.spec import ModelSpec
 from learner.pack import Aggregation, Example, Microbatch, Packed, Shape, pack
 
@@ -193,10 +194,10 @@ class Trainer:
         """Optimizer steps of policy updates so far."""
         return int(self._state.step)
 
-    @property
-    def policy(self) -> nnx.State:
-        """The policy's float32 parameters in host memory: a copy, so training may go on."""
-        return _snapshot(self._state.params["policy"])
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The policy as it is published: Hugging Face's names and layout, `model.dtype`, in host memory. A copy, so training
+        may go on."""
+        return hf.snapshot(self._state.params["policy"], self._config.model.dtype)
 
     def canary(self, ids: np.ndarray) -> Canary:
         """What an engine must answer to ids [N] once it serves the present policy as it is published."""

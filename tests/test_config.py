@@ -63,6 +63,16 @@ TYPOS = {
     "a combination: heads": (MINIMAL, ["--model.num_kv_heads=3"], "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
     "a combination: widths": (MINIMAL, ["--engine.widths=[320,128]"], "engine.widths [320, 128] must rise"),
     "a combination: length": (MINIMAL, ["--domains.0.limits.max_tokens=321"], "max_tokens 321 exceeds engine.max_length 320"),
+    "a combination: a router's Python without a router": (
+        MINIMAL,
+        ["--engine.router_python=/p"],
+        "engine.router_python = '/p' is for router = true",
+    ),
+    "a combination: two that choose": (
+        MINIMAL,
+        ["--engine.router=true", "--engine.choice=least_loaded"],
+        'engine.choice = "least_loaded" cannot be used with engine.router',
+    ),
     "a context: a window without turns": (MINIMAL, ["--domains.0.context.name=window"], "needs context.turns, at least 1"),
     "a context: turns without a window": (MINIMAL, ["--domains.0.context.turns=2"], 'context.turns = 2 is for name = "window"'),
     "a context: no length": (MINIMAL, ["--domains.0.context.name=discard"], 'name = "discard" needs context.tokens'),
@@ -221,6 +231,20 @@ def test_overrides_reach_every_kind_of_place(minimal):
     assert (config.optimizer.lr, config.name, config.seed, config.eval.init) == (1e-3, "other", 9, False)
     assert config.engine.widths == [64, 320]
     assert config.domains[0].options == {"size": 5, "kind": "wide"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "places"),
+    [
+        ((), 96),
+        (("--actors.count=4",), 24),
+        (("--actors.count=5",), 20),
+        (("--engine.concurrency=7", "--actors.count=4"), 7),
+        (("--engine.concurrency=7", "--engine.count=3", "--engine.router=true"), 21),
+    ],
+)
+def test_actors_share_what_keeps_an_engine_busy(minimal, overrides, places):
+    assert load(minimal, list(overrides)).places == places
 
 
 def test_help_names_every_key():

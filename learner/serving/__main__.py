@@ -115,15 +115,13 @@ async def serve(args: argparse.Namespace, spec: ModelSpec, eos: tuple[int, ...],
 
 
 def _model(args: argparse.Namespace, spec: ModelSpec):  # noqa: ANN202 - the type would import JAX
-    from flax import nnx
-
     from learner.model import hf
-    from learner.serving.api import params_of
 
-    state = hf.random_state(spec) if args.load_format == "dummy" else hf.load(args.model_path)[1]
-    model = hf.build(spec, state, args.dtype)
-    nnx.update(model, params_of(state, args.dtype))
-    return model
+    if args.load_format == "dummy":
+        params = hf.stored(hf.random_state(spec), args.dtype)
+    else:
+        params = hf.on_device(hf.read(args.model_path)[1], args.dtype)
+    return hf.build_stored(spec, params, args.dtype)
 
 
 def main(arguments: list[str]) -> int:

@@ -173,14 +173,14 @@ def _command(name: str, model: Path, key_file: Path) -> tuple[list[str], int]:
     return [SGLANG, serve, "--config", str(key_file), *own, *CPU_FLAGS], port
 
 
-@pytest.fixture(scope="session", params=["embedded", "sglang"])
-def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if request.param == "sglang" and not SGLANG:
+@contextlib.contextmanager
+def served_by(name: str, model: Path, folder: Path, *arguments: str) -> Iterator[Served]:
+    """An engine of this kind, until the end of the block."""
+    if name == "sglang" and not SGLANG:
         pytest.skip("make test-sglang runs this against a real SGLang server")
-    folder = tmp_path_factory.mktemp("engine")
     keys.make(folder)
-    command, port = _command(request.param, models.a, folder / keys.NAME)
-    served = _started(request.param, command, folder, port)
+    command, port = _command(name, model, folder / keys.NAME)
+    served = _started(name, [*command, *arguments], folder, port)
     try:
         yield served
     finally:
@@ -190,6 +190,12 @@ def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
             served.process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(served.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", params=["embedded", "sglang"])
+def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served_by(request.param, models.a, tmp_path_factory.mktemp("engine")) as served:
+        yield served
 
 
 @pytest.fixture

@@ -131,6 +131,14 @@ def test_sglang_that_is_not_installed(stage):
     refused(stage, stage.call_local("--engine.kind=sglang", f"--engine.python={sys.executable}"), "no sglang in its environment")
 
 
+def test_a_router_that_is_not_installed(stage):
+    refused(stage, stage.call_local("--engine.router=true"), "no sglang_router in this Python", "--engine.router_python=")
+    router = ("--engine.router=true", "--engine.router_python=/no/python")
+    refused(stage, stage.call_local(*router), "engine.router_python = '/no/python': no such file")
+    router = ("--engine.router=true", f"--engine.router_python={sys.executable}")
+    refused(stage, stage.call_local(*router), "no sglang_router in the environment of engine.router_python")
+
+
 @pytest.mark.parametrize("key", ["learner.port", "engine.port"])
 def test_a_busy_port(stage, key):
     with socket.socket() as other:

@@ -286,7 +286,7 @@ def test_094_snapshots_survive_the_steps_after_them(grpo):
     for _ in range(50):
         grpo.supervised(reference, 0.02)
         tree = grpo.state_tree()
-        policy = jax.tree.leaves(grpo.policy)
+        policy = list(grpo.snapshot().values())
         taken.append((tree, {n: a.tobytes() for n, a in tree.items()}, policy, [x.tobytes() for x in policy]))
     for tree, own, policy, bits in taken:
         assert {n: a.tobytes() for n, a in tree.items()} == own
@@ -325,13 +325,14 @@ def test_a_bandit_is_learnt(name, request):
         assert metrics["value_mean"] > 0.5  # the critic has learnt that it pays
 
 
-def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo):
+def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo, tmp_path):
     """Old values and returns of the update against a plain forward pass of every rollout alone."""
     tree = ppo.state_tree()
     kernel = np.random.default_rng(1).normal(size=SPEC.hidden_size).astype(np.float32)
     ppo.restore_tree({n: kernel if n.endswith("kernel") and n.startswith("params/value_head") else a for n, a in tree.items()})
     model = Qwen3(SPEC, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(jnp.asarray, ppo.policy))
+    hf.write(ppo.snapshot(), SPEC, tmp_path, None)
+    nnx.update(model, jax.tree.map(jnp.asarray, hf.load(tmp_path)[1]))
     forward = jax.jit(lambda ids: model(ids, jnp.arange(32)[None], jnp.ones((1, 32), int)))
     cut = [
         rollout(chain([([1, 2], [3, 4], 0.5), ([5], [6], 0.0)]), f"cut{i}", Status.TRUNCATED, tail=[7, 8][:i]) for i in range(3)
@@ -408,7 +409,7 @@ def test_the_canary_is_that_of_the_published_weights(tmp_path):
     trainer = Trainer(config(), SPEC)
     ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
     found = trainer.canary(ids)
-    hf.save(nnx.State(trainer.policy), SPEC, tmp_path)
+    hf.write(trainer.snapshot(), SPEC, tmp_path, 2)
     spec, state = hf.load(tmp_path)
     model = hf.build(spec, state)
     row = jnp.arange(len(ids))[None]

@@ -261,7 +261,7 @@ def test_every_control_call_passes_and_generation_does_not(relay, source, engine
     assert (engine.calls[0][1], engine.model_path, api.weight_version()) == ({"mode": "retract"}, path, "1")
     for method, call in (("POST", "/generate?"), ("GET", "/pause_generation"), ("GET", "/v1"), ("POST", "/set_internal_state")):
         with pytest.raises(EngineError, match=r"answered 404: .* is not passed on"):
-            api._call(method, call, 5)
+            api.call(method, call, 5)
     with pytest.raises(EngineError, match=r"no engine 'engine-9' on this host; there are engine-0, engine-1"):
         relay.api("engine-9", source.url).pause()
 

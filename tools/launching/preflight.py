@@ -64,7 +64,9 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
 
     used = "path" if config.model.path else "tokenizer"
     model = config.model.model_copy(update={used: absolute(getattr(config.model, used))})
-    engine = config.engine.model_copy(update={"python": absolute(config.engine.python)})
+    engine = config.engine.model_copy(
+        update={"python": absolute(config.engine.python), "router_python": absolute(config.engine.router_python)}
+    )
     tls = config.tls.model_copy(update={name: absolute(getattr(config.tls, name)) for name in ("cert", "key", "ca")})
     domains = [
         domain.model_copy(
@@ -246,6 +248,8 @@ def choose_addresses(config: RunConfig, ports: range = PORTS) -> Addresses:
         return Addresses(
             learner=f"{config.host}:{config.learner.port or port()}",
             engines=engines,
+            router=f"http://{config.host}:{port()}" if config.engine.router else "",
+            router_metrics=f"{config.host}:{port()}" if config.engine.router else "",
             envs={domain.name: [f"{config.host}:{port()}" for _ in range(domain.replicas)] for domain in config.domains},
             weights=f"{config.host}:{port()}" if relayed else "",
             relays=[RelayAddress(name="relay-0", url=f"{scheme}://{config.host}:{port()}", engines=names)] if relayed else [],
@@ -331,6 +335,8 @@ def programs(config: RunConfig, run: Path, addresses: Addresses, learner_argumen
         Program(engine.name, "engine", engines.command(config, run, engine.url, has_accelerator()))
         for engine in addresses.engines
     ]
+    if addresses.router:
+        out.append(Program("router", "router", engines.router_command(config.engine, addresses)))
     out += [
         Program(relay.name, "relay", (python, "-m", "actors.relay", "--run", folder, "--index", str(index)))
         for index, relay in enumerate(addresses.relays)
