@@ -129,8 +129,8 @@ class Versions:
                 listing = await asyncio.to_thread(listing_of, source, version)
                 if self._whole.get(version) == listing:
                     return
-                if self._whole.pop(version, None):  # the run was started over
-                    self.path(version).rename(self._partial(version))
+                if self._whole.pop(version, None):  # the run was started over: other files, since an engine may map these
+                    await asyncio.to_thread(_delete, [self.path(version)])
                 download = Download(source, listing, self._partial(version), self._free)
                 fetch.download.append(download)
                 if fetch.stopped:

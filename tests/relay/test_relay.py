@@ -222,10 +222,12 @@ def test_a_relay_that_starts_again_pulls_what_is_missing_and_trusts_nothing(tmp_
 def test_a_run_that_was_started_over_has_other_weights_under_the_same_number(relay, source):
     put(source.weights, 1, SIZES)
     api = relay.api("engine-0", source.url)
-    fetch(api, 1)
-    shutil.rmtree(source.weights / "1")
-    sums = put(source.weights, 1, SIZES, seed=1)
-    assert sums_of(fetch(api, 1)) == sums
+    old = (source.weights / "1" / "model-1.safetensors").read_bytes()
+    with open(f"{fetch(api, 1)}/model-1.safetensors", "rb") as mapped:
+        shutil.rmtree(source.weights / "1")
+        sums = put(source.weights, 1, SIZES, seed=1)
+        assert sums_of(fetch(api, 1)) == sums
+        assert mapped.read() == old  # an engine that maps it is not changed under its feet
 
 
 async def test_a_folder_has_one_relay(tmp_path):
