@@ -25,8 +25,9 @@ from actors.summaries import Summaries
 from actors.tape import Sampled, Tape
 from actors.toolcalls.arguments import schemas_of
 from actors.toolcalls.turns import Turn, TurnParser
+from common.addresses import MAIN, STALE
 from common.config_domain import DELEGATE
-from common.seeds import turn_seed
+from common.seeds import turn_seed, turn_uses_stale_pool
 from common.types import (
     Action,
     ContextKind,
@@ -104,7 +105,7 @@ class Agents:
         self._tape, self._parts, self._session, self._wait = tape, parts, session, wait
         self._rules = Rules.of(tape.assignment.context)
         self._limits = tape.assignment.limits
-        self._engine = ""
+        self._engines: dict[str, str] = {}  # pool -> the engine there that sampled last: it holds the prefix
         self._newest: History | None = None  # whose step was the last one
         self._helpers = self._rules.subagent_calls if self._rules.subagent_turns else 0  # that may still be called
 
@@ -148,8 +149,11 @@ class Agents:
     async def _turn(self, history: History, prompt: Prompt, kind: StepKind, most: int) -> tuple[Turn, Finish]:
         """Sample at most `most` tokens and store them."""
         begun, index = time.monotonic(), len(self._tape.steps)
-        sampled = await self._sample(prompt.ids, most)
-        self._engine = sampled.versions[-1].engine if sampled.versions else self._engine
+        asked = self._tape.assignment
+        stale = turn_uses_stale_pool(asked.sampling.seed, index, asked.stale_share)
+        sampled = await self._sample(prompt.ids, most, STALE if stale else MAIN)
+        self._tape.counts["stale_fallbacks"] += stale and any(run.pool != STALE for run in sampled.versions)
+        self._engines |= {run.pool: run.engine for run in sampled.versions}
         generated = time.monotonic()
         turn = self._parts.parser.parse(sampled.ids, sampled.finish, index, schemas_of(history.tools_json))
         timings = {"generate": generated - begun, "parse": time.monotonic() - generated}
@@ -231,12 +235,13 @@ class Agents:
             return stopped.text.strip(), "" if stopped.text.strip() else "the helper said nothing"
         return "", f"the helper came to no answer ({stopped.why})"
 
-    async def _sample(self, prompt: np.ndarray, budget: int) -> Sampled:
+    async def _sample(self, prompt: np.ndarray, budget: int, wanted: str) -> Sampled:
         """Sample one turn, from another engine if one dies. Raises EngineUnavailable when TURN_TRIES are used up.
 
         A turn that an engine aborts (for new weights) goes on after the tokens it has: each keeps its own logprob and version.
         Every try of a turn has the same seed: it is a function of the rollout and the turn alone. An engine that keys its draws
-        by position then goes on as if nothing had happened.
+        by position then goes on as if nothing had happened. The pool is `wanted` at every try, too; main, when that is the
+        stale one and no engine of it is ready.
         """
         tape, parts, wait = self._tape, self._parts, self._wait
         assignment, index = tape.assignment, len(tape.steps)
@@ -245,7 +250,8 @@ class Agents:
         stops = (*s.stop, *parts.chat.format.stops)  # looked for here: engines that get ids have no text
         sampled, why = Sampled(), ""
         for attempt in range(TURN_TRIES):
-            async with parts.engines.places.take(self._engine, "main", wait.set) as chosen:
+            pool = wanted if parts.engines.places.ready(wanted) else MAIN
+            async with parts.engines.places.take(self._engines.get(pool, ""), pool, wait.set) as chosen:
                 wait.set("engine.generate", chosen.name)
                 rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
                 left = budget - len(sampled.ids)

@@ -33,7 +33,7 @@ from common.validate import RecordError, Vocabulary, check, check_lengths
 log = logging.getLogger("actors.tape")
 
 COUNT_OF = {StepKind.ACT: "turns", StepKind.SUMMARY: "summaries", StepKind.SUBAGENT: "subagent_turns"}
-COUNTS = (*COUNT_OF.values(), "calls_ok", "calls_failed", "format_errors", "engine_retries")
+COUNTS = (*COUNT_OF.values(), "calls_ok", "calls_failed", "format_errors", "engine_retries", "stale_fallbacks")
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.files import replace_file
 
 NAME = "addresses.json"
+MAIN, STALE = "main", "stale"  # the pools of engines: with the newest weights, and with older ones on purpose
 
 
 class AddressesError(ValueError):

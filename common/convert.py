@@ -241,6 +241,7 @@ def assignment_to(a: t.Assignment) -> pb.AssignmentMessage:
         limits=pb.LimitsMessage(max_turns=a.limits.max_turns, max_tokens=a.limits.max_tokens, deadline_s=a.limits.deadline_s),
         sampling=sampling_to(a.sampling),
         context=pb.ContextPolicyMessage(name=a.context.name, options_json=json.dumps(a.context.options)),
+        stale_share=a.stale_share,
     )
 
 
@@ -255,6 +256,7 @@ def assignment_from(m: pb.AssignmentMessage) -> t.Assignment:
         limits=t.Limits(m.limits.max_turns, m.limits.max_tokens, m.limits.deadline_s),
         sampling=sampling_from(m.sampling),
         context=t.ContextPolicy(m.context.name, _json_loads(m.context.options_json, "context options") or {}),
+        stale_share=m.stale_share,
     )
 
 

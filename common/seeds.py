@@ -15,6 +15,11 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
+def turn_uses_stale_pool(rollout_seed: int, turn: int, share: float) -> bool:
+    """Whether the stale pool of engines samples this turn: with probability `share`, the same at every try of the turn."""
+    return derive_seed(rollout_seed, "pool", turn) < share * 2**31
+
+
 def turn_seed(rollout_seed: int, turn: int) -> int:
     """The engine's seed for one turn of a rollout."""
     return derive_seed(rollout_seed, "turn", turn)

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from common.addresses import MAIN
+
 Json = Any
 
 
@@ -226,6 +228,7 @@ class Assignment:
     limits: Limits
     sampling: Sampling
     context: ContextPolicy
+    stale_share: float = 0.0  # probability that the stale pool samples a turn
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,10 @@ class EngineInfo:
     version: int
     state: str  # "starting", "ready", "updating" or "quarantined"
     reason: str = ""
+
+    @property
+    def in_main(self) -> bool:
+        return self.pool == MAIN
 
 
 def ids_array(ids: Any) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from common.addresses import MAIN, STALE
 from common.config import DomainConfig, RunConfig
 from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
@@ -13,7 +14,7 @@ from common.types import Assignment, Limits, Sampling, Source, Status, StepKind,
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
 from learner.inbox import Inbox, SpoolError
 from learner.proofs import Proofs, Verdict
-from learner.rollouts import Group, Kind, Rollout
+from learner.rollouts import Group, Kind, Origin, Rollout
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: R
         limits=Limits(limits.max_turns, limits.max_tokens, limits.deadline_s),
         sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
         context=domain.context.policy,
+        stale_share=config.cross_policy.share if group.kind is Kind.RL and config.cross_policy.engines else 0.0,
     )
 
 
@@ -104,6 +106,11 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
     for name, got, want in pairs:
         if got != want:
             raise RecordError("assignment", asked.rollout_id, f"{name} is {got!r}, assigned was {want!r}")
+    pools = (MAIN, STALE) if asked.stale_share else (MAIN,)
+    for origin in origins_of(trajectory):
+        if origin.pool not in pools:
+            detail = f"version {origin.version} sampled it in pool {origin.pool!r}, assigned was {' or '.join(pools)}"
+            raise RecordError("assignment", asked.rollout_id, detail)
     lengths = sequence_lengths(trajectory.steps)
     longest = max([*lengths, sum(lengths[-1:]) + len(trajectory.tail_ids)])
     kinds = Counter(step.kind for step in trajectory.steps)
@@ -130,22 +137,23 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
             raise RecordError("limits", asked.rollout_id, f"{what} continues no other step")
 
 
-def failure(trajectory: Trajectory) -> str:
-    """Why there is nothing to score, from the flag `reason:<why>` of a FAILED rollout; empty when there is something."""
+def failure(trajectory: Trajectory, held: int) -> str:
+    """Why there is nothing to score, from the flag `reason:<why>` of a FAILED rollout; empty when there is something. `held`:
+    the version that had to sample all of it; 0: whichever was served."""
     if trajectory.status == Status.FAILED:
         return next((flag.removeprefix("reason:")[:REASON] for flag in trajectory.flags if flag.startswith("reason:")), "unknown")
     if trajectory.source == Source.POLICY and not sampled_tokens(trajectory.steps):
         return "no_tokens"
+    if held and any(origin.version != held for origin in origins_of(trajectory)):
+        return "other_version"
     return ""
 
 
 def obstacle(trajectory: Trajectory, held: int, proofs: Proofs, since: float) -> tuple[str, str]:
     """Why a rollout that was handed out at `since` is not scored, and more about it; empty when it is. NOT_YET: it may be in a
     moment. An evaluation is of the version `held` alone (0: training)."""
-    if reason := failure(trajectory):
+    if reason := failure(trajectory, held):
         return reason, ""
-    if held and versions_of(trajectory) != (held,):
-        return "other_version", ""
     verdict, why = proofs.judge(pairs_of(trajectory), since)
     return {Verdict.PROVEN: "", Verdict.PENDING: NOT_YET, Verdict.FAILED: "unproven_weights"}[verdict], why
 
@@ -166,6 +174,6 @@ def pairs_of(trajectory: Trajectory) -> set[tuple[str, int]]:
     return {(run.engine, run.version) for step in trajectory.steps for run in step.versions}
 
 
-def versions_of(trajectory: Trajectory) -> tuple[int, ...]:
-    """The versions that sampled its tokens, rising."""
-    return tuple(sorted({run.version for step in trajectory.steps for run in step.versions}))
+def origins_of(trajectory: Trajectory) -> tuple[Origin, ...]:
+    """What sampled its tokens, versions rising."""
+    return tuple(sorted({Origin(run.version, run.pool) for step in trajectory.steps for run in step.versions}))

@@ -6,17 +6,28 @@ Dimension key: A action tokens of a step.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from common.addresses import MAIN, STALE
 from common.types import Step, Trajectory
 from learner.evaluation import succeeded
 from learner.ledger import Ledger
-from learner.rollouts import SCORED, Group, Kind, State
+from learner.rollouts import SCORED, Group, Kind, Origin, State
 
 COINCIDENCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Of the live tokens that one pool of engines sampled, in updates."""
+
+    tokens: int
+    mean: float
+    max: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +37,8 @@ class Batch:
     groups: tuple[tuple[Trajectory, ...], ...]  # scored members, oldest dispatch first; stale ones count in statistics only
     live: dict[str, list[np.ndarray]]  # rollout id -> per step [A] bool: may enter the loss
     lags: dict[str, int]  # rollout id -> updates since its oldest token
-    lag_mean: float  # over live tokens
-    lag_max: int  # over live tokens
+    lag: Lag  # of main
+    stale_lag: Lag  # of the stale pool
     stale: int  # rollouts without a live token
     live_tokens: int
     success: dict[str, float]  # domain -> share of its rollouts that succeeded
@@ -64,15 +75,15 @@ def build(groups: Sequence[Group], stored: Mapping[str, Trajectory], ledger: Led
     kind = groups[0].kind
     members = [[r for r in group.rollouts if r.state in SCORED and r.id in stored] for group in groups]
     live, lags = {}, {}
-    weights: dict[int, int] = {}  # lag -> live tokens
+    counts: Counter[tuple[str, int]] = Counter()  # (pool, lag) -> live tokens
     for rollout in (r for group in members for r in group):
         steps = stored[rollout.id].steps
         if kind is Kind.WARM:
             live[rollout.id] = [np.ones(len(step.action_ids), bool) for step in steps]
         else:
             whole = rollout.state is State.TRAINING
-            live[rollout.id] = [_live(step, ledger, weights) if whole else np.zeros(len(step.action_ids), bool) for step in steps]
-        lags[rollout.id] = max((ledger.lag(v) for v in rollout.versions), default=0)
+            live[rollout.id] = [_live(step, ledger, counts) if whole else np.zeros(len(step.action_ids), bool) for step in steps]
+        lags[rollout.id] = max((ledger.lag(origin.version) for origin in rollout.origins), default=0)
     tokens = sum(int(mask.sum()) for masks in live.values() for mask in masks)
     outcomes: dict[str, list[bool]] = {}
     for rollout in (r for group in members for r in group):
@@ -83,20 +94,25 @@ def build(groups: Sequence[Group], stored: Mapping[str, Trajectory], ledger: Led
         groups=tuple(tuple(stored[r.id] for r in group) for group in members),
         live=live,
         lags=lags,
-        lag_mean=sum(lag * n for lag, n in weights.items()) / max(1, sum(weights.values())),
-        lag_max=max(weights, default=0),
+        lag=_lag(counts, MAIN),
+        stale_lag=_lag(counts, STALE),
         stale=sum(r.state is State.STALE for group in members for r in group),
         live_tokens=tokens,
         success={domain: sum(values) / len(values) for domain, values in outcomes.items()},
     )
 
 
-def _live(step: Step, ledger: Ledger, weights: dict[int, int]) -> np.ndarray:
-    """[A] bool. Adds the live tokens to `weights` by lag."""
+def _live(step: Step, ledger: Ledger, counts: Counter[tuple[str, int]]) -> np.ndarray:
+    """[A] bool. Adds the live tokens to `counts`."""
     out = np.zeros(len(step.action_ids), bool)
     for run, end in zip(step.versions, [*(r.start for r in step.versions[1:]), len(out)], strict=True):
-        if ledger.live(run.version) and end > run.start:
+        if ledger.live(Origin(run.version, run.pool)) and end > run.start:
             out[run.start : end] = True
-            lag = ledger.lag(run.version)
-            weights[lag] = weights.get(lag, 0) + end - run.start
+            counts[run.pool, ledger.lag(run.version)] += end - run.start
     return out
+
+
+def _lag(counts: Counter[tuple[str, int]], pool: str) -> Lag:
+    lags = {lag: n for (name, lag), n in counts.items() if name == pool}
+    tokens = sum(lags.values())
+    return Lag(tokens, sum(lag * n for lag, n in lags.items()) / max(1, tokens), max(lags, default=0))

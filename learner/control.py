@@ -25,7 +25,7 @@ from learner.inbox import Inbox
 from learner.ledger import Ledger
 from learner.progress import Actor, Rate
 from learner.proofs import Proofs
-from learner.rollouts import Group, Kind, Rollout, Rules, Standing, State
+from learner.rollouts import Group, Kind, Origin, Rollout, Rules, Standing, State
 from learner.sampler import TaskSampler
 
 TRAINING = (Kind.RL, Kind.WARM)
@@ -291,11 +291,11 @@ class Control:
         self._streak.count = 0
         if group.kind is Kind.EVAL:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
-            self.ledger.delivered(rollout.id, assignments.versions_of(trajectory), ("", 0))
+            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), ("", 0))
         else:
             place = self._inbox.append(data)
             self._stored[rollout.id] = trajectory
-            self.ledger.delivered(rollout.id, assignments.versions_of(trajectory), place)
+            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place)
         tokens = sampled_tokens(trajectory.steps) if trajectory.source == Source.POLICY else 0
         self.rate.add(self._clock(), tokens)
         if group.kind is Kind.RL:
@@ -389,8 +389,8 @@ class Control:
         return assignments.assignment(self.config, self._domains[group.task.domain], group, rollout, greedy)
 
     def serves(self, version: int) -> bool:
-        return any(engine.state == "ready" and engine.version == version for engine in self.engines)
+        return any(e.in_main and e.state == "ready" and e.version == version for e in self.engines)
 
     def fresh_engine(self) -> bool:
-        """Some engine's weights are young enough for training."""
-        return any(engine.state == "ready" and self.ledger.live(engine.version) for engine in self.engines)
+        """Some engine of main, on which turns of the stale pool fall back, has weights that are young enough for training."""
+        return any(e.in_main and e.state == "ready" and self.ledger.live(Origin(e.version, e.pool)) for e in self.engines)

@@ -44,12 +44,14 @@ class EngineKeeper:
             with shared._changed:
                 if shared._closing:
                     return
-                target = shared._target()
+                target = shared._target(self._info.pool)
                 shared._loading[self._index] = target
             self._visit(target)
             with shared._changed:
                 shared._loading[self._index] = 0
-                shared._changed.wait_for(lambda seen=target: shared._closing or shared._target() != seen, options.poll_s)
+                shared._changed.wait_for(
+                    lambda seen=target: shared._closing or shared._target(self._info.pool) != seen, options.poll_s
+                )
 
     def _visit(self, target: int) -> None:
         try:

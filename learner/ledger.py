@@ -16,7 +16,7 @@ from typing import Any
 
 from common.seeds import derive_seed
 from common.types import Task
-from learner.rollouts import OPEN, OUTCOMES, UNDELIVERED, Group, Kind, Rollout, Rules, Standing, State
+from learner.rollouts import OPEN, OUTCOMES, UNDELIVERED, Group, Kind, Origin, Rollout, Rules, Standing, State
 
 FINISHED_MEMORY = 16_384  # ids of finished rollouts whose last answered attempt is remembered
 VERSION_MEMORY = 4_096  # published versions whose update is remembered; older tokens are far beyond any lag
@@ -57,8 +57,8 @@ class Ledger:
         """Updates between the policy that sampled a token and the one that would train on it now."""
         return self.update - self._update_of.get(version, NEVER)
 
-    def live(self, version: int) -> bool:
-        return self.lag(version) <= self.rules.max_lag
+    def live(self, origin: Origin) -> bool:
+        return self.lag(origin.version) <= self.rules.bound(origin.pool)
 
     # ---- dispatch ----------------------------------------------------------------------------------------
 
@@ -160,10 +160,10 @@ class Ledger:
     def holds(self, rollout_id: str) -> bool:
         return rollout_id in self._rollouts
 
-    def delivered(self, rollout_id: str, versions: tuple[int, ...], place: tuple[str, int]) -> Rollout:
+    def delivered(self, rollout_id: str, origins: tuple[Origin, ...], place: tuple[str, int]) -> Rollout:
         """A scored trajectory arrived and stands at `place`. Its standing was EXPECTED."""
         group, rollout = self.find(rollout_id)
-        rollout.answered, rollout.versions, rollout.place, rollout.reason = rollout.attempt, versions, place, ""
+        rollout.answered, rollout.origins, rollout.place, rollout.reason = rollout.attempt, origins, place, ""
         rollout.state = State.EVALUATED if group.kind is Kind.EVAL else State.WAITING
         self._settle(group)
         return rollout
@@ -183,7 +183,7 @@ class Ledger:
         touched = []
         waiting = [(g, r) for g in self.groups.values() if g.kind is Kind.RL for r in g.rollouts if r.state is State.WAITING]
         for group, rollout in waiting:
-            live = [self.live(version) for version in rollout.versions]
+            live = [self.live(origin) for origin in rollout.origins]
             if any(live) if self.rules.on_stale == "mask" else all(live):
                 continue
             touched.append(rollout)
@@ -314,7 +314,7 @@ class Ledger:
         """Pending, as a new attempt that the rollout does not pay for."""
         rollout.tries -= rollout.state is not State.PENDING
         rollout.attempt = max(rollout.attempt, self._attempt_floor(rollout.id))
-        rollout.state, rollout.versions = State.PENDING, ()
+        rollout.state, rollout.origins = State.PENDING, ()
 
     def _end_training(self, outcome: State, reason: str) -> int:
         count = 0

@@ -163,6 +163,7 @@ def take(run: Run) -> Batch:
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
     run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
+    run.trainer.published(run.version)
     run.control.published(run.version, run.update)
 
 
@@ -216,9 +217,7 @@ def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
 def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     """Metrics and trajectories of an update that was made."""
     totals = run.totals
-    totals.lag_tokens += batch.lag_mean * batch.live_tokens
-    totals.lag_max = max(totals.lag_max, batch.lag_max)
-    totals.tokens += batch.live_tokens
+    totals.add(batch.lag, batch.stale_lag)
     rewards = [rollout.total_reward for rollout in batch.trajectories]
     turns = [sum(step.kind == StepKind.ACT for step in rollout.steps) for rollout in batch.trajectories]
     rows = [segment_lengths(rollout) for rollout in batch.trajectories]
@@ -227,13 +226,17 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
         "turns": sum(turns) / max(1, len(turns)),
         "segments": sum(map(len, rows)) / max(1, len(rows)),
         "segment_tokens": sum(map(sum, rows)) / max(1, len(rows)),  # of a rollout: what training on it costs
-        "lag_mean": batch.lag_mean,
-        "lag_max": batch.lag_max,
+        "lag_mean": batch.lag.mean,
+        "lag_max": batch.lag.max,
         "stale": batch.stale,
         "identical": len(identical := batch.identical),
         "version": run.version,
         "seconds": run.seconds(),
     }
+    if run.config.cross_policy.engines:
+        stale = batch.stale_lag
+        values |= {"stale_pool/share": stale.tokens / max(1, batch.live_tokens)}
+        values |= {"stale_pool/lag_mean": stale.mean, "stale_pool/lag_max": stale.max}
     names = sorted({name for rollout in batch.trajectories for name in rollout.metrics})
     for name in names:  # calls, summaries, sub-agents' turns, notes, what the environment counts: means over rollouts
         values[f"rollout/{name}"] = sum(rollout.metrics.get(name, 0.0) for rollout in batch.trajectories) / len(rows)
@@ -252,7 +255,7 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
     log.info(
         "update %d/%d: reward %.3f, lag %.2f, entropy %.3f, gap %s, gradient %.3f, %d tokens",
-        run.update, run.config.learner.updates, values["reward"], batch.lag_mean, metrics.get("entropy", 0.0),
+        run.update, run.config.learner.updates, values["reward"], batch.lag.mean, metrics.get("entropy", 0.0),
         f"{metrics['gap_mean']:.1e}" if "gap_mean" in metrics else "unknown", metrics.get("grad_norm", 0.0), batch.live_tokens,
     )  # fmt: skip
 
@@ -298,6 +301,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
             folder.incarnation,
             Deadlines(fetch_s=config.weights.fetch_s),
             transport=transport_of(config, addresses, options.run),
+            refresh=config.cross_policy.refresh,
             rolling=config.engine.update == "rolling",
             dtype=config.model.dtype,
             temperature=config.sampling.temperature,

@@ -51,13 +51,15 @@ def report(control: Control, now: float) -> dict[str, Any]:
         "update": ledger.warm_update if warm else ledger.update,
         "updates": ledger.rules.warm_updates if warm else ledger.rules.updates,
         "success": dict(last.success) if last else {},
-        "lag": {"mean": last.lag_mean, "max": last.lag_max} if last else {"mean": 0.0, "max": 0},
+        "lag": {"mean": last.lag.mean, "max": last.lag.max} if last else {"mean": 0.0, "max": 0},
         "tokens_per_s": control.rate.per_second(now),
         "tokens": dict(control.tokens),
         "rollouts": control.counts(),
         "reasons": control.reasons(),
         "deliveries": dict(control.deliveries),
-        "engines": [{"name": e.name, "state": e.state, "version": e.version, "reason": e.reason} for e in control.engines],
+        "engines": [
+            {"name": e.name, "pool": e.pool, "state": e.state, "version": e.version, "reason": e.reason} for e in control.engines
+        ],
         "actors": [{"id": name, "running": actor.running, "age_s": now - actor.seen} for name, actor in control.actors.items()],
         "waits": _waits(control, now),
         "evals": control.evaluation.results,

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from common.addresses import MAIN, STALE
 from common.types import EngineInfo
 from learner.canary import Canary
 from learner.engine_api import Deadlines, EngineError
 from learner.keeper import EngineKeeper
 from learner.proofs import Proofs
+from learner.stale_pool import StalePool
 from learner.transport import DiskTransport, Transport
 from learner.weights import WeightFolder, leaves, nonfinite
 
@@ -59,6 +61,7 @@ class PublisherOptions:
     rolling: bool = False  # one engine after another, so that the others serve meanwhile
     dtype: str = "float32"  # of the published weights
     temperature: float = 1.0  # that training samples at
+    refresh: int = 0  # updates after which engines of the stale pool get the newest version; 0: every one
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Publisher:
         self._loading = dict.fromkeys(range(len(engines)), 0)  # engine -> version it may be reading from disk
         self._pending: tuple[int, Params, Canary] | None = None
         self._newest = 0  # written and whole, of this incarnation
+        self._stale = StalePool(options.refresh)
         self._hold: _Hold | None = None
         self._pins: Counter[int] = Counter()
         self._refusals: Counter[int] = Counter()  # engine -> 4xx in a row, of one that never took an update
@@ -147,14 +151,14 @@ class Publisher:
             return list(self._table)
 
     def wait_ready(self, version: int, timeout: float) -> int:
-        """Wait until at least one engine serves `version` or a later one, and return what it serves.
+        """Wait until at least one engine of the main pool serves `version` or a later one, and return what it serves.
 
         Raises NotReady after `timeout` seconds, with the state of every engine, EnginesRefuse, and PublishError when writing
         failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._served() >= version or self._hopeless(), timeout)
-            served, table, hold, hopeless = self._served(), list(self._table), self._hold, self._hopeless()
+            served, table, hold, hopeless = self._served(), self._main(), self._hold, self._hopeless()
         self.check()
         if served >= version:
             return served
@@ -166,12 +170,12 @@ class Publisher:
 
     @contextmanager
     def hold(self, seconds: float, version: int = 0) -> Iterator[int]:
-        """While inside, engines stay at `version` (0: the one they are brought to now), which is yielded.
+        """While inside, engines of the main pool stay at `version` (0: the one they are brought to now), which is yielded.
 
         Publishing goes on, engines follow afterwards, or after `seconds`. An engine that restarts gets the held version.
         """
         with self._changed:
-            version = version or self._target()
+            version = version or self._target(MAIN)
             if self._hold is not None and self._hold.until > time.monotonic():
                 raise PublishError(f"cannot hold version {version}: version {self._hold.version} is held already")
             if version not in self._folder.stored():
@@ -252,6 +256,7 @@ class Publisher:
             self._folder.write(version, fill)
             with self._changed:
                 self._newest = version
+                self._stale.written(version, self.update_of(version))
                 self._changed.notify_all()
             self._events("weights_written", {"version": version, "seconds": time.monotonic() - started})
             self._collect()
@@ -259,13 +264,15 @@ class Publisher:
     def _collect(self) -> None:
         """Delete versions that nobody needs: not the newest, not wanted, not pinned, in no engine's hands."""
         with self._changed:
-            keep = {self._newest, self._target(), *self._loading.values(), *(+self._pins)}
-            keep |= {engine.version for engine in self._table}
+            keep = {self._newest, self._target(MAIN), *self._loading.values(), *(+self._pins)}
+            keep |= {version for engine in self._table for version in (engine.version, self._target(engine.pool))}
             retired = self._folder.retire(keep, below=self._newest)  # a larger one is just being written
         self._folder.delete(retired)
 
-    def _target(self) -> int:
-        """The version that engines should have. The caller holds the lock."""
+    def _target(self, pool: str) -> int:
+        """The version that engines of `pool` should have; evaluations hold those of main. The caller holds the lock."""
+        if pool == STALE:
+            return self._stale.version
         if self._hold is not None and self._hold.until <= time.monotonic():
             self._events("hold_expired", {"version": self._hold.version, "newest": self._newest})
             self._hold = None
@@ -278,13 +285,18 @@ class Publisher:
             yield not self._closing
 
     def _served(self) -> int:
-        """The newest version that an engine serves to stay, 0 when none does. The caller holds the lock."""
+        """The newest version that an engine of main serves to stay, 0 when none does. The caller holds the lock."""
         held = self._hold.version if self._hold is not None else 0
-        return max((e.version for e in self._table if e.state == "ready" and held in (0, e.version)), default=0)
+        return max((e.version for e in self._main() if e.state == "ready" and held in (0, e.version)), default=0)
 
     def _hopeless(self) -> bool:
         """The caller holds the lock."""
-        return bool(self._table) and all(self._refusals[index] >= REFUSALS for index in range(len(self._table)))
+        refuse = [self._refusals[index] >= REFUSALS for index, engine in enumerate(self._table) if engine.in_main]
+        return bool(refuse) and all(refuse)
+
+    def _main(self) -> list[EngineInfo]:
+        """Without them nothing is sampled: the stale pool's turns fall back on them. The caller holds the lock."""
+        return [engine for engine in self._table if engine.in_main]
 
     def _set_engine(self, index: int, **changes: Any) -> None:
         with self._telling:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+from common.addresses import STALE
 from common.config import RunConfig
 from common.types import Source, Task
 
@@ -54,6 +55,13 @@ class Standing(StrEnum):
     UNKNOWN = "unknown"  # never handed out
 
 
+class Origin(NamedTuple):
+    """What sampled a token: a version, in a pool of engines."""
+
+    version: int
+    pool: str
+
+
 @dataclass
 class Rollout:
     id: str
@@ -67,7 +75,7 @@ class Rollout:
     actor: str = ""
     leased_at: float = 0.0
     expires: float = 0.0
-    versions: tuple[int, ...] = ()  # that sampled the delivered tokens
+    origins: tuple[Origin, ...] = ()  # of the delivered tokens
     place: tuple[str, int] = ("", 0)  # spool file and offset of the delivered bytes
     reason: str = ""
 
@@ -103,7 +111,8 @@ class Group:
         group = cls(data["id"], Kind(data["kind"]), data["ordinal"], Task(**data["task"]))
         for item in data["rollouts"]:
             file, offset = item["place"]
-            fixed = {"state": State(item["state"]), "versions": tuple(item["versions"]), "place": (file, offset)}
+            origins = tuple(Origin(version, pool) for version, pool in item["origins"])
+            fixed = {"state": State(item["state"]), "origins": origins, "place": (file, offset)}
             group.rollouts.append(Rollout(**(item | fixed)))
         return group
 
@@ -119,10 +128,15 @@ class Rules:
     warm_updates: int
     warm_rollouts: int
     max_lag: int
+    stale_max_lag: int  # of tokens that the stale pool sampled
     on_stale: str  # "mask", "drop" or "restart"
     take: str  # "fixed" or "drain"
     max_attempts: int
     lease_s: float
+
+    def bound(self, pool: str) -> int:
+        """The greatest lag at which a token of `pool` is trained."""
+        return self.stale_max_lag if pool == STALE else self.max_lag
 
     @classmethod
     def of(cls, config: RunConfig) -> Rules:
@@ -135,6 +149,7 @@ class Rules:
             warm_updates=warm.updates,
             warm_rollouts=warm.rollouts_per_update,
             max_lag=learner.max_lag,
+            stale_max_lag=config.cross_policy.max_lag,
             on_stale=learner.on_stale,
             take=learner.take,
             max_attempts=learner.max_attempts,

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 
 from common.config import RunConfig
+from learner.batch import Lag
 from learner.checkpoints import Checkpoints
 from learner.control import Control
 from learner.jsonlines import read_lines
@@ -33,9 +34,28 @@ class Totals:
     warm_evaluated: int = 0  # supervised updates behind the newest evaluation of the warm start
     warm_below: int = 0  # supervised updates since the loss was low enough
     warm_losses: list[float] = field(default_factory=list)  # of the newest supervised updates
-    lag_tokens: float = 0.0  # sum of lag over trained tokens
+    lag_tokens: float = 0.0  # sum of lag over trained tokens of main
     lag_max: int = 0
     tokens: int = 0
+    stale_lag_tokens: float = 0.0  # the same of the stale pool
+    stale_lag_max: int = 0
+    stale_tokens: int = 0
+
+    def add(self, lag: Lag, stale: Lag) -> None:
+        """The tokens that an update trained on."""
+        self.lag_tokens += lag.mean * lag.tokens
+        self.lag_max = max(self.lag_max, lag.max)
+        self.tokens += lag.tokens
+        self.stale_lag_tokens += stale.mean * stale.tokens
+        self.stale_lag_max = max(self.stale_lag_max, stale.max)
+        self.stale_tokens += stale.tokens
+
+    def stale_pool(self) -> dict[str, Any]:
+        """An entry of summary.json."""
+        return {
+            "share": self.stale_tokens / max(1, self.tokens + self.stale_tokens),
+            "lag": {"mean": self.stale_lag_tokens / max(1, self.stale_tokens), "max": self.stale_lag_max},
+        }
 
 
 @dataclass(eq=False)
@@ -124,6 +144,7 @@ class Run:
                 "evals": self.control.evaluation.results,
                 "tokens": dict(self.control.tokens),
                 "lag": {"mean": totals.lag_tokens / max(1, totals.tokens), "max": totals.lag_max},
+                "stale_pool": totals.stale_pool() if self.config.cross_policy.engines else None,
                 "recompilations_after_warmup": self.publisher.recompilations(),
             }
         )

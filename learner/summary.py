@@ -52,10 +52,17 @@ class TokenCounts(Table):
 
 
 class LagStatistics(Table):
-    """Updates between the policy that sampled a token and the one it trained, over trained tokens."""
+    """Updates between the policy that sampled a token and the one it trained, over trained tokens of one pool of engines."""
 
     mean: Annotated[float, Field(ge=0)]
     max: Count
+
+
+class StalePool(Table):
+    """What the stale pool of engines sampled of the trained tokens."""
+
+    share: Rate
+    lag: LagStatistics
 
 
 class Summary(Table):
@@ -66,5 +73,6 @@ class Summary(Table):
     rollouts: RolloutCounts
     evals: list[Evaluation]
     tokens: TokenCounts
-    lag: LagStatistics
+    lag: LagStatistics  # of the main pool
+    stale_pool: StalePool | None  # None: without cross-policy sampling
     recompilations_after_warmup: Count | None  # None: the engines do not count (SGLang)

@@ -118,6 +118,28 @@ TYPOS = {
         ["--domains.0.context.name=domain", "--domains.0.context.observations=2"],
         "context.observations = 2 is for a named policy",
     ),
+    "a stale pool: none left in main": (MINIMAL, ["--cross_policy.engines=1"], "of engine.count 1 leave none in the main pool"),
+    "a stale pool: keys without engines": (
+        MINIMAL,
+        ["--cross_policy.share=0.5"],
+        "cross_policy.share = 0.5 is for engines of at least 1; leave it out",
+    ),
+    "a stale pool: every turn": (
+        MINIMAL,
+        ["--engine.count=2", "--cross_policy.engines=1", "--cross_policy.share=1"],
+        "cross_policy.share = 1: Input should be less than 1",
+    ),
+    "a stale pool: refreshed as often as main": (
+        MINIMAL,
+        ["--engine.count=2", "--cross_policy.engines=1", "--cross_policy.refresh=1"],
+        "cross_policy.refresh = 1: Input should be greater than or equal to 2",
+    ),
+    "a stale pool: a bound that its tokens pass": (
+        MINIMAL,
+        ["--engine.count=2", "--cross_policy.engines=1", "--learner.max_lag=3"],
+        "max_lag 27 is too low: tokens of the stale pool are up to refresh 25 updates old when sampled, and wait for up to "
+        "learner.max_lag 3 more; set it to 28 or more",
+    ),
     "a combination: evaluation": (MINIMAL, ["--eval.tasks=129"], "eval.tasks 129 exceeds domains.frozenlake.heldout_tasks 128"),
     "a combination: limits of no memory": (
         MINIMAL + "memory_notes = 3",

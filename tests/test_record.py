@@ -89,6 +89,7 @@ def test_the_other_messages_survive_the_wire():
         limits=Limits(10, 320, 120.0),
         sampling=sampling,
         context=ContextPolicy("append", {"window": 3}),
+        stale_share=0.25,
     )
     assert difference(assignment, convert.assignment_from(convert.assignment_to(assignment))) == ""
     engine = EngineInfo("engine-0", "http://127.0.0.1:1", "main", 7, "quarantined", "canary off by 0.3")

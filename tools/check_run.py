@@ -22,7 +22,7 @@ from learner.jsonlines import read_lines
 
 
 def checks(summary: dict[str, Any], config: RunConfig, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    max_lag, updates, dtype = config.learner.max_lag, config.learner.updates, config.model.dtype
+    updates, max_lag, cross_policy = config.learner.updates, config.learner.max_lag, config.cross_policy
     rollouts = dict(summary["rollouts"])
     dispatched = rollouts.pop("dispatched")
     yield (
@@ -31,9 +31,12 @@ def checks(summary: dict[str, Any], config: RunConfig, args: argparse.Namespace)
     )
     yield f"updates: {summary['updates']} of {updates}", summary["updates"] == updates
     yield f"lag at most {max_lag}: {summary['lag']['max']}", summary["lag"]["max"] <= max_lag
+    if cross_policy.engines:
+        lag = summary["stale_pool"]["lag"]["max"]
+        yield f"lag of the stale pool at most {cross_policy.max_lag}: {lag}", lag <= cross_policy.max_lag
     yield f"compilations after warm-up: {summary['recompilations_after_warmup']}", not summary["recompilations_after_warmup"]
     if args.flat_gap:
-        yield from _same_policy(args.run, dtype)
+        yield from _same_policy(args.run, config.model.dtype)
     for domain in sorted({e["domain"] for e in summary["evals"]}):
         yield from _learned(domain, [e for e in summary["evals"] if e["domain"] == domain and e["mode"] == "greedy"], args)
 

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from actors.codec import CodecError, load_model_files
 from actors.decoding import texts
+from common.addresses import MAIN
 from common.cli import ConfigError, load
 from common.config import RunConfig
 from common.record import ACTION, Segment, segments
@@ -101,7 +102,8 @@ def flow(rollout: Trajectory, part: Segment, pieces: list[str]) -> Text:
         if step >= 0 and last:
             turn = rollout.steps[step]
             outcomes = "".join(f", {o.name} {'ok' if o.ok else o.error or 'failed'}" for o in turn.tool_outcomes)
-            versions = ", ".join(str(version) for version in sorted({run.version for run in turn.versions}))
+            origins = sorted({(run.version, run.pool) for run in turn.versions})
+            versions = ", ".join(f"{version}{'' if pool == MAIN else f' ({pool})'}" for version, pool in origins)
             told = f"reward {turn.reward:g}, {turn.finish.name.lower()}, version {versions or '-'}{outcomes}"
             out.append(f" ⟨{STEPS[turn.kind][0]} {step}: {told}⟩", "blue")
     return out

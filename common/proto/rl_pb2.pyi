@@ -447,7 +447,7 @@ class ContextPolicyMessage(_message.Message):
     def __init__(self, name: _Optional[str] = ..., options_json: _Optional[str] = ...) -> None: ...
 
 class AssignmentMessage(_message.Message):
-    __slots__ = ("rollout_id", "attempt", "group_id", "task", "source", "purpose", "limits", "sampling", "context")
+    __slots__ = ("rollout_id", "attempt", "group_id", "task", "source", "purpose", "limits", "sampling", "context", "stale_share")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -457,6 +457,7 @@ class AssignmentMessage(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    STALE_SHARE_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     attempt: int
     group_id: str
@@ -466,7 +467,8 @@ class AssignmentMessage(_message.Message):
     limits: LimitsMessage
     sampling: SamplingMessage
     context: ContextPolicyMessage
-    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[TaskMessage, _Mapping]] = ..., source: _Optional[_Union[Source, str]] = ..., purpose: _Optional[str] = ..., limits: _Optional[_Union[LimitsMessage, _Mapping]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., context: _Optional[_Union[ContextPolicyMessage, _Mapping]] = ...) -> None: ...
+    stale_share: float
+    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[TaskMessage, _Mapping]] = ..., source: _Optional[_Union[Source, str]] = ..., purpose: _Optional[str] = ..., limits: _Optional[_Union[LimitsMessage, _Mapping]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., context: _Optional[_Union[ContextPolicyMessage, _Mapping]] = ..., stale_share: _Optional[float] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
     __slots__ = ("name", "url", "pool", "version", "state", "reason")

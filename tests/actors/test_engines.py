@@ -14,7 +14,7 @@ from actors.engines import NEUTRAL, Engines, EngineUnavailable, Generation, Requ
 from actors.places import PlaceRules
 from actors.rollout import run_rollout
 from common.seeds import turn_seed
-from common.types import Finish, Status, VersionRun
+from common.types import EngineInfo, Finish, Status, VersionRun, ids_array
 from common.validate import Vocabulary
 from learner.engine_api import EngineApi
 from tests.actors.servers import ScriptedDomain, answer, assignment, env_server, play, prompts, ready, toy_parts, turns
@@ -103,6 +103,16 @@ async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
         record = await play(assignment(["done"]), engine, chat)
         assert engine.calls == []
     assert "prompt id 384 is outside 0..383" in record.flags[0]
+
+
+async def test_it_says_how_much_came_from_the_engines_cache() -> None:
+    engines = Engines(Vocabulary(384, 356), timeout_s=60.0)
+    with FakeEngine() as engine:
+        info = EngineInfo("engine-0", engine.url, "main", 1, "ready")
+        engine.script("/generate", *(Answer(200, answer([7, 2], "stop", cached_tokens=count)) for count in (3, None)))
+        ask = Request("r", ids_array([5, 6, 7, 8]), 2, 1.0, (2,), 0)
+        assert [(await engines.generate(info, ask)).cached for _ in range(2)] == [3, 0]
+    await engines.close()
 
 
 async def test_076_an_engine_abort_is_resumed_and_bounded() -> None:

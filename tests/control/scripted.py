@@ -62,6 +62,7 @@ RULES = Rules(
     warm_updates=0,
     warm_rollouts=3,
     max_lag=1,
+    stale_max_lag=4,
     on_stale="mask",
     take="fixed",
     max_attempts=2,
@@ -99,19 +100,19 @@ def make_control(
     return Control(run, tasks, folder, incarnation, VOCABULARY, events or EventLog(), *extra)
 
 
-def engine(version: int, state: str = "ready", reason: str = "") -> EngineInfo:
-    return EngineInfo("engine-0", "http://127.0.0.1:1", "main", version, state, reason)
+def engine(version: int, state: str = "ready", reason: str = "", pool: str = "main") -> EngineInfo:
+    return EngineInfo("engine-0", "http://127.0.0.1:1", pool, version, state, reason)
 
 
-def step(ids: list[int], runs: list[tuple[int, int]], reward: float = 0.0, context: list[int] | None = None) -> Step:
-    """`runs` are (start, version)."""
+def step(ids: list[int], runs: list[tuple[Any, ...]], reward: float = 0.0, context: list[int] | None = None) -> Step:
+    """`runs` are (start, version), or (start, version, pool)."""
     context = [1, 2] if context is None else context
     return records.step(
         context,
         ids,
         reward=reward,
         context_spans=spans_of([(len(context), ContextKind.TASK)]),
-        versions=tuple(VersionRun(start, version, "engine-0", "main") for start, version in runs),
+        versions=tuple(VersionRun(start, version, "engine-0", *pool or ("main",)) for start, version, *pool in runs),
     )
 
 

@@ -97,7 +97,7 @@ def test_warm_rollouts_need_no_engine_and_come_as_references(tmp_path):
     assert [hand_in(control, trajectory(a)) for a in assigned] == ["STORED"] * 3
     batch = control.take(0)
     assert batch is not None
-    assert (batch.kind, len(batch.trajectories), batch.live_tokens, batch.lag_max) == (Kind.WARM, 3, 6, 0)
+    assert (batch.kind, len(batch.trajectories), batch.live_tokens, batch.lag.max) == (Kind.WARM, 3, 6, 0)
     control.commit(batch)
     assert lease(control) == []  # one warm update is all
     assert control.counts()["trained"] == 3

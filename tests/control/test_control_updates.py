@@ -19,6 +19,7 @@ from tests.control.scripted import (
     step,
     trajectory,
 )
+from tests.processes import until
 
 
 def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp_path):
@@ -46,14 +47,78 @@ def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp
         [True, True],
     ]
     assert [batch.lags[x.rollout_id] for x in (one, two, three, four)] == [2, 2, 1, 0]
-    assert (batch.live_tokens, batch.stale, batch.lag_max) == (6, 1, 1)
-    assert batch.lag_mean == 0.5  # (1 + 0 + 2 * 1 + 2 * 0) / 6
+    assert (batch.live_tokens, batch.stale, batch.lag.max) == (6, 1, 1)
+    assert batch.lag.mean == 0.5  # (1 + 0 + 2 * 1 + 2 * 0) / 6
     assert batch.success == {"toy": 0.5}
     assert events.of("stale")[0]["rollouts"] == 1
     control.commit(batch)
     counts = control.counts()
     assert (counts["trained"], counts["stale"], counts["open"]) == (3, 1, 0)
     assert control.tokens == {"sampled": 9, "trained": 6}
+
+
+CROSS_POLICY = {"engine": {"count": 2}, "cross_policy": {"engines": 1, "share": 0.3, "refresh": 2, "max_lag": 3}}
+
+
+def test_the_batch_measures_the_lag_of_each_pool(tmp_path):
+    """Update 3, max_lag 1 in main and 3 in the stale pool: version 1 (lag 3) is live where the stale pool sampled it."""
+    control, _, _ = started(tmp_path, **CROSS_POLICY | {"learner": {"updates": 6, "max_lag": 1, "max_attempts": 2}})
+    control.ledger.update = 3
+    for version in (2, 3, 4):
+        control.published(version, version - 1)
+    control.set_engines([engine(4)])
+    one, two, three, four = lease(control, 4)
+    assert one.stale_share == 0.3
+    hand_in(control, trajectory(one, steps=(step([3, 4, 5], [(0, 1), (1, 1, "stale"), (2, 4)], 1.0),)))
+    hand_in(control, trajectory(two, steps=(step([3, 4, 5], [(0, 2, "stale")]),)))
+    hand_in(control, trajectory(three, version=3))
+    hand_in(control, trajectory(four, version=1))
+    batch = control.take(0)
+    assert batch is not None
+    assert [batch.live[x.rollout_id][0].tolist() for x in (one, two, three, four)] == [
+        [False, True, True],
+        [True, True, True],
+        [True, True],
+        [False, False],
+    ]
+    assert (batch.lag.tokens, batch.lag.mean, batch.lag.max) == (3, 2 / 3, 1)  # lags 0, 1, 1
+    assert (batch.stale_lag.tokens, batch.stale_lag.mean, batch.stale_lag.max) == (4, 9 / 4, 3)  # lags 3, 2, 2, 2
+    assert (batch.live_tokens, batch.stale) == (7, 1)
+    assert [batch.lags[x.rollout_id] for x in (one, two, three, four)] == [3, 2, 1, 3]  # over all their tokens
+
+
+def test_only_training_rollouts_of_the_policy_use_the_stale_pool(tmp_path):
+    control = make_control(tmp_path, **CROSS_POLICY | {"warm": {"updates": 1, "rollouts_per_update": 3}})
+    control.published(1, 0)
+    control.set_engines([engine(1)])
+    control.start_warm()
+    assert [a.stale_share for a in lease(control, 1)] == [0.0]
+    result = in_background(control.evaluate, "warm", 1)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
+    held_out = lease(control, 3)
+    assert [(a.purpose, a.stale_share) for a in held_out] == [("eval", 0.0)] * 3
+    wrong = trajectory(held_out[0], steps=(step([3, 4], [(0, 1, "stale")]),))
+    assert hand_in(control, wrong) == "REFUSED"
+    for a in held_out[1:] + lease(control, 1):
+        assert hand_in(control, trajectory(a)) == "STORED"
+    assert [entry["n"] for entry in result()] == [3]
+
+
+def test_a_token_of_a_pool_that_was_not_assigned_is_refused(tmp_path):
+    control, _, events = started(tmp_path)  # without cross-policy sampling
+    (a,) = lease(control, 1)
+    assert hand_in(control, trajectory(a, steps=(step([3, 4], [(0, 1), (1, 1, "stale")]),))) == "REFUSED"
+    detail = "version 1 sampled it in pool 'stale', assigned was main"
+    assert [(e["reason"], e["detail"]) for e in events.of("rollout_failed")] == [("refused:assignment", detail)]
+
+
+def test_engines_of_the_stale_pool_alone_start_nothing(tmp_path):
+    control, _, _ = started(tmp_path, **CROSS_POLICY)
+    control.set_engines([engine(1, pool="stale"), engine(1, "updating")])
+    assert lease(control) == []
+    assert not control.serves(1)
+    control.set_engines([engine(1, pool="stale"), engine(1)])
+    assert len(lease(control, 2)) == 2
 
 
 def test_078_siblings_that_chance_cannot_make_equal_are_named(tmp_path):
@@ -89,7 +154,7 @@ def test_drop_leaves_out_whole_rollouts_and_keeps_their_rewards(tmp_path):
     assert [t.total_reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
     assert [int(batch.live[a.rollout_id][0].sum()) for a in assigned] == [0, 2, 2, 2]
     assert batch.lags[assigned[0].rollout_id] == 2
-    assert (batch.lag_max, batch.live_tokens, batch.stale) == (0, 6, 1)
+    assert (batch.lag.max, batch.live_tokens, batch.stale) == (0, 6, 1)
 
 
 def test_039_equal_prompts_do_not_merge_groups(tmp_path):

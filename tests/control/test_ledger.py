@@ -8,7 +8,7 @@ import pytest
 
 from common.types import Task
 from learner.ledger import FINISHED_MEMORY, Ledger
-from learner.rollouts import Group, Kind, Rollout, Standing, State
+from learner.rollouts import Group, Kind, Origin, Rollout, Standing, State
 from tests.control.scripted import rules
 
 TASK = Task("toy", "t", 0, {})
@@ -27,8 +27,10 @@ def lease(ledger: Ledger, count: int = 100, now: float = 0.0, kind: Kind = Kind.
     return ledger.lease("a", count, kind, now)
 
 
-def deliver(ledger: Ledger, rollout: Rollout, *versions: int) -> None:
-    ledger.delivered(rollout.id, versions or (1,), ("f", 0))
+def deliver(ledger: Ledger, rollout: Rollout, *versions: int, stale: tuple[int, ...] = ()) -> None:
+    """`versions` of main; `stale` are those of the stale pool."""
+    origins = [Origin(version, "main") for version in versions or (() if stale else (1,))]
+    ledger.delivered(rollout.id, (*origins, *(Origin(version, "stale") for version in stale)), ("f", 0))
 
 
 def filled(ledger: Ledger, *versions: int) -> list[Group]:
@@ -264,6 +266,42 @@ def test_restart_issues_over_age_rollouts_again_until_attempts_run_out():
     assert ledger.reasons(Kind.RL) == {"stale": {"lag": 4}}
 
 
+@pytest.mark.parametrize("on_stale", ["mask", "drop"])
+def test_the_lag_bound_of_a_token_is_that_of_its_pool(on_stale):
+    """Main's bound is 1, the stale pool's 4. At update 4, version 1 has lag 4, version 2 lag 3, version 4 lag 1."""
+    ledger = make(max_lag=1, stale_max_lag=4, on_stale=on_stale)
+    at_update(ledger, 4)
+    one, two, three, four = rollouts = lease(ledger, 4)
+    deliver(ledger, one, stale=(1,))
+    deliver(ledger, two, 2)
+    deliver(ledger, three, 2, stale=(1,))
+    deliver(ledger, four, 4, stale=(2,))
+    ledger.take(Kind.RL)
+    mixed = State.TRAINING if on_stale == "mask" else State.STALE  # its token of main is over-age
+    assert [r.state for r in rollouts] == [State.TRAINING, State.STALE, mixed, State.TRAINING]
+    assert not ledger.live(Origin(1, "main"))
+    ledger.abandon("later")
+    ledger.update = 5
+    assert not ledger.live(Origin(1, "stale"))
+
+
+def test_origins_survive_a_checkpoint():
+    ledger = make(stale_max_lag=4)
+    at_update(ledger, 3)
+    for rollout in lease(ledger, 2):
+        deliver(ledger, rollout, 4, stale=(2,))
+    again = Ledger(ledger.rules, 2)
+    again.restore(json.loads(json.dumps(ledger.state())))
+    delivered = [r for r in again.rollouts(Kind.RL) if r.state is State.WAITING]
+    assert [r.origins for r in delivered] == [(Origin(4, "main"), Origin(2, "stale"))] * 2
+    again.update = 6  # 4 is of update 3 and over-age, 2 is of update 1: lag 5 > 4
+    assert {r.id for r in again.purge()} == {r.id for r in delivered}
+    again = Ledger(ledger.rules, 3)
+    again.restore(json.loads(json.dumps(ledger.state())))
+    again.update = 5  # lag 4: live where the pool is remembered
+    assert again.purge() == []
+
+
 # ---- kinds -------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +330,7 @@ def test_097_evaluation_touches_neither_capacity_nor_seeds_nor_batches():
     a, b = lease(plain), lease(mixed)
     assert [(r.id, r.seed) for r in a] == [(r.id, r.seed) for r in b]
     for rollout in mixed.lease("a", 5, Kind.EVAL, 0.0):
-        mixed.delivered(rollout.id, (1,), ("", 0))
+        deliver(mixed, rollout)
     assert mixed.take(Kind.RL) == []
     assert mixed.counts(*TRAINING) == plain.counts(*TRAINING)
     assert mixed.counts(Kind.EVAL)["evaluated"] == 5

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.types import Task
 from learner.ledger import Ledger
-from learner.rollouts import OPEN, Kind, Rollout, Standing, State
+from learner.rollouts import OPEN, Kind, Origin, Rollout, Standing, State
 from tests.control.scripted import rules
 
 TASK = Task("toy", "t", 0, {})
@@ -25,14 +25,16 @@ class LedgerMachine(RuleBasedStateMachine):
         on_stale=st.sampled_from(["mask", "drop", "restart"]),
         take=st.sampled_from(["fixed", "drain"]),
         max_lag=st.integers(0, 2),
+        stale_max_lag=st.integers(0, 3),
         attempts=st.integers(1, 3),
         warm=st.booleans(),
     )
-    def begin(self, on_stale, take, max_lag, attempts, warm):
+    def begin(self, on_stale, take, max_lag, stale_max_lag, attempts, warm):
         self.numbers = rules(
             on_stale=on_stale,
             take=take,
             max_lag=max_lag,
+            stale_max_lag=stale_max_lag,
             max_attempts=attempts,
             updates=6,
             warm_updates=2 * warm,
@@ -64,25 +66,25 @@ class LedgerMachine(RuleBasedStateMachine):
         out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED]
         return out[pick % len(out)] if out else None
 
-    @rule(pick=picks, old=st.integers(0, 3))
-    def deliver(self, pick, old):
+    @rule(pick=picks, old=st.integers(0, 3), pool=st.sampled_from(["main", "stale"]))
+    def deliver(self, pick, old, pool="main"):
         rollout = self.leased(pick)
         if rollout is None:
             return
         warm = self.ledger.find(rollout.id)[0].kind is Kind.WARM
-        versions = () if warm else tuple({max(1, self.version - old), self.version})
+        origins = () if warm else tuple({Origin(max(1, self.version - old), pool), Origin(self.version, "main")})
         assert self.ledger.standing(rollout.id, rollout.attempt) is Standing.EXPECTED
         key = (rollout.id, rollout.attempt)
         assert key not in self.stored
         self.stored.add(key)
-        self.ledger.delivered(rollout.id, versions, ("f", 0))
+        self.ledger.delivered(rollout.id, origins, ("f", 0))
         assert self.ledger.standing(*key) is Standing.DUPLICATE
 
-    @rule(old=st.integers(0, 2))
-    def deliver_everything(self, old):
+    @rule(old=st.integers(0, 2), pool=st.sampled_from(["main", "stale"]))
+    def deliver_everything(self, old, pool="main"):
         self.lease(100)
         while self.leased(0):
-            self.deliver(0, old)
+            self.deliver(0, old, pool)
 
     @rule(pick=picks)
     def deliver_again(self, pick):
@@ -128,6 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
         kind = Kind.WARM if self.warm else Kind.RL
         if self.batch:
             return
+        self.purge()
         groups = self.ledger.take(kind)
         assert groups == [] or len(groups) >= self.ledger.need(kind)
         assert len(groups) <= self.ledger.need(kind) or self.numbers.take == "drain"
@@ -136,11 +139,22 @@ class LedgerMachine(RuleBasedStateMachine):
         for rollout in members:
             assert (rollout.id, rollout.answered) in self.stored
             if kind is Kind.RL:
-                lags = [self.ledger.lag(v) for v in rollout.versions]
-                assert (min if self.numbers.on_stale == "mask" else max)(lags) <= self.numbers.max_lag
+                assert self.over(rollout) <= 0
         if kind is Kind.RL:
             assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
         self.batch = [r.id for r in members]
+
+    def over(self, rollout: Rollout) -> int:
+        """By how many updates its tokens pass the bounds of their pools: all of them (`mask`), or one."""
+        bounds = {"main": self.numbers.max_lag, "stale": self.numbers.stale_max_lag}
+        lags = [self.ledger.lag(version) - bounds[pool] for version, pool in rollout.origins]
+        return (min if self.numbers.on_stale == "mask" else max)(lags)
+
+    def purge(self):
+        """Only what is over-age in its pool leaves."""
+        young = [r for r in self.ledger.rollouts(Kind.RL) if r.state is State.WAITING and self.over(r) <= 0]
+        self.ledger.purge()
+        assert all(r.state is State.WAITING for r in young)
 
     @rule(skip=st.booleans())
     def finish_update(self, skip):
@@ -155,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if not self.warm:
                 self.version += 1
                 self.ledger.published(self.version, self.ledger.update)
-        self.ledger.purge()
+        self.purge()
         self.batch = []
 
     @rule(old=st.integers(0, 2), count=st.integers(1, 3), last=st.sampled_from(["commit", "abandon", "leave"]))

@@ -13,7 +13,18 @@ from learner.runfolder import read_events, read_trajectories
 from tests.e2e.launched import OUTCOMES, WARM_ROLLOUTS, balanced
 from tools import show
 
-SUMMARY = {"config", "seed", "updates", "wall_seconds", "rollouts", "evals", "tokens", "lag", "recompilations_after_warmup"}
+SUMMARY = {
+    "config",
+    "seed",
+    "updates",
+    "wall_seconds",
+    "rollouts",
+    "evals",
+    "tokens",
+    "lag",
+    "stale_pool",
+    "recompilations_after_warmup",
+}
 EVALUATION = {"phase", "version", "split", "mode", "domain", "success", "n", "ci95"}
 
 

@@ -15,7 +15,7 @@ import pytest
 from actors.engines import NEUTRAL, Engines, EngineUnavailable, Generation, Request
 from actors.places import PlaceRules
 from common.addresses import Addresses
-from common.config import EngineConfig
+from common.config_engine import EngineConfig
 from common.types import EngineInfo, VersionRun
 from common.validate import Vocabulary
 from learner.engine_api import EngineApi, EngineError

@@ -25,8 +25,8 @@ GOOD = [
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    def run(evals=GOOD, **changes):
-        config = load(REPOSITORY / "configs" / "tiny.toml")
+    def run(evals=GOOD, overrides=(), **changes):
+        config = load(REPOSITORY / "configs" / "tiny.toml", overrides)
         summary = {"rollouts": ROLLOUTS, "updates": 6, "lag": {"max": 1}, "recompilations_after_warmup": 0, "evals": evals}
         (tmp_path / "config.toml").write_text(dump_toml(config))
         (tmp_path / "summary.json").write_text(json.dumps(summary | changes))
@@ -60,6 +60,13 @@ def test_what_is_missing_is_named(check, changes, words):
     status, failed = check(**changes)
     assert status == 1
     assert any(words in line for line in failed), failed
+
+
+@pytest.mark.parametrize(("lag", "failed"), [(4, []), (5, ["lag of the stale pool at most 4: 5"])])
+def test_the_stale_pool_has_a_bound_of_its_own(check, lag, failed):
+    options = [f"--cross_policy.{key}" for key in ("engines=1", "refresh=2", "max_lag=4")]
+    found = check(overrides=["--engine.count=2", *options], stale_pool={"share": 0.2, "lag": {"mean": 1.0, "max": lag}})
+    assert found == (int(bool(failed)), failed)
 
 
 def test_a_run_that_has_not_finished_is_one_line(tmp_path, capsys):

@@ -220,6 +220,7 @@ def test_no_port_is_chosen_twice():
                 {
                     "domains": [{"name": "frozenlake", "replicas": 12}],
                     "engine": {"count": 12},
+                    "cross_policy": {"engines": 3},
                     "learner": {"port": first + 7},
                     "weights": {"transport": "relay"},
                 }
@@ -229,6 +230,7 @@ def test_no_port_is_chosen_twice():
         ports = [addresses.learner, *addresses.envs["frozenlake"], *(e.url.removeprefix("http://") for e in addresses.engines)]
         ports += [addresses.weights, addresses.relays[0].url.removeprefix("http://")]
         assert len(set(ports)) == 27
+        assert [engine.pool for engine in addresses.engines] == ["main"] * 9 + ["stale"] * 3
 
 
 def test_an_address_that_is_not_ours(stage):

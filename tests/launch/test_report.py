@@ -20,8 +20,8 @@ FULL = {
     "tokens_per_s": 3120.4,
     "rollouts": {"dispatched": 5000, "open": 500, "trained": 4400, "filtered": 64, "stale": 32, "failed": 3, "cancelled": 1},
     "engines": [
-        {"name": "engine-0", "state": "ready", "version": 13, "reason": ""},
-        {"name": "engine-1", "state": "quarantined", "version": 12, "reason": "canary off by 0.3"},
+        {"name": "engine-0", "pool": "main", "state": "ready", "version": 13, "reason": ""},
+        {"name": "engine-1", "pool": "stale", "state": "quarantined", "version": 12, "reason": "canary off by 0.3"},
     ],
     "actors": [{"id": "actor-0", "running": 256, "age_s": 0.84}],
     "waits": [
@@ -43,7 +43,7 @@ def test_status_in_sentences():
         "Off-policy: lag 0.40 mean, 2 max (updates).",
         "Speed: 3,120 sampled tokens/s.",
         "Rollouts: 5,000 dispatched, 500 open, 4,400 trained, 64 filtered, 32 stale, 3 failed, 1 cancelled.",
-        "Engines: engine-0 ready, version 13; engine-1 quarantined, version 12 (canary off by 0.3).",
+        "Engines: engine-0 ready, version 13; engine-1 (stale pool) quarantined, version 12 (canary off by 0.3).",
         "Actors: actor-0 runs 256 rollouts, heard 0.8 s ago.",
         "Waits: learner waits for 3 groups of frozenlake for 12.1 s of 120 s; "
         "1-g000004-2 waits for env-frozenlake-0 for 3.0 s of 30 s.",

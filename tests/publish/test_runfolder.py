@@ -252,6 +252,7 @@ SUMMARY = {
     ],
     "tokens": {"sampled": 100, "trained": 90},
     "lag": {"mean": 0.5, "max": 2},
+    "stale_pool": {"share": 0.25, "lag": {"mean": 3.5, "max": 6}},
     "recompilations_after_warmup": 0,
 }
 
@@ -261,8 +262,8 @@ def test_summary_is_written_whole_with_exactly_its_keys(opened, tmp_path):
     assert path == tmp_path / "summary.json"
     assert orjson.loads(path.read_bytes()) == SUMMARY
     assert not list(tmp_path.glob(".summary*"))
-    sglang = opened().summary({**SUMMARY, "recompilations_after_warmup": None})
-    assert orjson.loads(sglang.read_bytes())["recompilations_after_warmup"] is None
+    absent = {"recompilations_after_warmup": None, "stale_pool": None}  # SGLang does not count, and one pool
+    assert orjson.loads(opened().summary(SUMMARY | absent).read_bytes()) == SUMMARY | absent
 
 
 @pytest.mark.parametrize(
@@ -271,6 +272,7 @@ def test_summary_is_written_whole_with_exactly_its_keys(opened, tmp_path):
         ({"rollouts": {**SUMMARY["rollouts"], "trained": 6}}, r"15 dispatched, but 6 trained .* = 16"),
         ({"rollouts": {**SUMMARY["rollouts"], "cancelled": -1}}, "rollouts.cancelled"),
         ({"lag": {"mean": float("inf"), "max": 0}}, "lag.mean"),
+        ({"stale_pool": {"share": 1.5, "lag": {"mean": 0, "max": 0}}}, "stale_pool.share"),
         ({"evals": [{**SUMMARY["evals"][0], "phase": "end"}]}, "evals.0.phase"),
         ({"extra": 1}, "extra"),
         ({"seed": None}, "seed"),

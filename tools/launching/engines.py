@@ -8,7 +8,8 @@ from pathlib import Path
 
 from common import keys
 from common.addresses import Addresses
-from common.config import EngineConfig, RunConfig
+from common.config import RunConfig
+from common.config_engine import EngineConfig
 
 SERVE_ON_CPU = Path(__file__).parents[1] / "sglang_cpu" / "serve.py"
 # Stock SGLang's server has no kernels of its own for a CPU: torch's attention, no grammars, nothing overlapped.

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common import keys
-from common.addresses import Addresses, EngineAddress, RelayAddress
+from common.addresses import MAIN, STALE, Addresses, EngineAddress, RelayAddress
 from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
 from common.config_domain import DELEGATE
@@ -239,8 +239,11 @@ def choose_addresses(config: RunConfig, ports: range = PORTS) -> Addresses:
             raise Refusal(f"no free port on {config.host} between {ports.start} and {ports.stop}")
 
         numbers = [config.engine.port + index if config.engine.port else port() for index in range(config.engine.count)]
+        stale_from = config.engine.count - config.cross_policy.engines
         engines = [
-            EngineAddress(name=f"engine-{index}", url=f"http://{config.host}:{number}", pool="main")
+            EngineAddress(
+                name=f"engine-{index}", url=f"http://{config.host}:{number}", pool=MAIN if index < stale_from else STALE
+            )
             for index, number in enumerate(numbers)
         ]
         relayed, scheme = config.weights.transport == "relay", "https" if config.tls.cert else "http"

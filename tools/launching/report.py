@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.addresses import STALE
+
 Report = dict[str, Any]
 OUTCOMES = ("dispatched", "open", "trained", "filtered", "stale", "failed", "cancelled")
 
@@ -60,8 +62,8 @@ def waits(report: Report, most: int = 6) -> list[str]:
 
 def engines(report: Report) -> list[str]:
     return [
-        f"{row.get('name', '?')} {row.get('state', '?')}, version {number(row.get('version'))}"
-        + (f" ({row['reason']})" if row.get("reason") else "")
+        f"{row.get('name', '?')}{' (stale pool)' if row.get('pool') == STALE else ''} {row.get('state', '?')}"
+        f", version {number(row.get('version'))}" + (f" ({row['reason']})" if row.get("reason") else "")
         for row in rows(report, "engines")
     ]
 

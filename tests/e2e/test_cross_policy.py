@@ -1,0 +1,73 @@
+"""A run whose turns are sampled by two pools of engines, one of them with older weights on purpose."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+
+from learner.jsonlines import read_lines
+from learner.metrics import read_metrics
+from learner.runfolder import read_trajectories
+from tests.e2e.launched import balanced
+from tools import check_run, show
+
+REFRESH, MAX_LAG, STALE_MAX_LAG = 2, 1, 3
+TABLE = {"engines": 1, "share": 0.5, "refresh": REFRESH, "max_lag": STALE_MAX_LAG}
+
+
+def tokens(record):
+    """Sampled tokens by (pool, version)."""
+    counts = Counter()
+    for step in record.steps:
+        ends = [*(run.start for run in step.versions[1:]), len(step.action_ids)]
+        for run, end in zip(step.versions, ends, strict=True):
+            counts[run.pool, run.version] += end - run.start
+    return counts
+
+
+def test_two_pools_sample_and_the_loss_takes_the_tokens_of_both(launched, capsys):
+    options = [f"--cross_policy.{key}={value}" for key, value in TABLE.items()]
+    code, out = launched.launch("local", "--engine.count=2", "--learner.updates=8", "--checkpoint.every=4", *options)
+    assert code == 0, out
+    pools = {e["name"]: e["pool"] for e in json.loads((launched.run / "addresses.json").read_text())["engines"]}
+    assert pools == {"engine-0": "main", "engine-1": "stale"}
+    update_of = {line["version"]: line["update"] for line in read_lines(launched.run / "versions.jsonl")}
+    seen, oldest, last = Counter(), 0, []
+    for number, line in enumerate(read_metrics(launched.run), 1):
+        trained = Counter()  # live tokens by pool
+        last = [record for _, record in read_trajectories(launched.run / "trajectories" / f"{number}.parquet")]
+        for record in last:
+            for step in record.steps:
+                assert all(run.pool == pools[run.engine] for run in step.versions)
+            for (pool, version), count in tokens(record).items():
+                seen[pool, version] += count
+                lag = number - 1 - update_of[version]
+                if lag <= {"main": MAX_LAG, "stale": STALE_MAX_LAG}[pool]:
+                    trained[pool] += count
+                    oldest = max(oldest, lag)
+        assert line["trained_tokens"] == sum(trained.values())
+        assert line["stale_pool/share"] == trained["stale"] / sum(trained.values())
+        assert line["lag_max"] <= MAX_LAG
+        assert line["stale_pool/lag_max"] <= STALE_MAX_LAG
+        assert line["rollout/stale_fallbacks"] >= 0
+    assert oldest > MAX_LAG  # only the stale pool's bound lets such a token in
+    kept = sorted(version for pool, version in seen if pool == "stale")
+    steps = [update_of[b] - update_of[a] for a, b in pairwise(kept)]
+    warm = next(e["version"] for e in launched.summary()["evals"] if e["phase"] == "warm")
+    assert kept[0] == warm  # not the random weights before it
+    assert len(kept) >= 3
+    assert all(step >= REFRESH for step in steps)
+    assert len({version for pool, version in seen if pool == "main"}) > len(kept)
+
+    summary = launched.summary()
+    assert balanced(summary["rollouts"])
+    assert (summary["rollouts"]["failed"], summary["recompilations_after_warmup"]) == (0, 0)
+    assert 0.3 < summary["stale_pool"]["share"] < 0.7
+    assert summary["lag"]["max"] <= MAX_LAG < summary["stale_pool"]["lag"]["max"] <= STALE_MAX_LAG
+    assert summary["lag"]["mean"] < summary["stale_pool"]["lag"]["mean"]
+    record = next(r for r in last if len({run.pool for step in r.steps for run in step.versions}) == 2)
+    version = next(run.version for step in record.steps for run in step.versions if run.pool == "stale")
+    capsys.readouterr()
+    assert show.main([str(launched.run), record.rollout_id]) == 0
+    assert f"version {version} (stale)" in " ".join(capsys.readouterr().out.split())
+    assert check_run.main([str(launched.run)]) == 0
+    assert "lag of the stale pool at most 3: " in capsys.readouterr().out
