@@ -57,6 +57,7 @@ LONG_PROMPT, LONG_OUTPUT = 384, 160  # of the requests that an update meets
 UPDATES = 3  # in a round
 UPDATE_AT = 1 / 3  # of the time that they take without it
 FASTEST = ("through_seconds", "updated_seconds")  # their difference is small: a median is lost in what else the machine does
+PLACES = 64  # requests at an engine: never fewer than are made
 START_S, END_S, TIDY_S, CALL_S = 300.0, 15.0, 3.0, 120.0
 
 
