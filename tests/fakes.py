@@ -32,6 +32,7 @@ class Answer:
 
     status: int
     body: Any = field(default_factory=dict)
+    location: str = ""
 
 
 HANG = "hang"  # never answer
@@ -228,7 +229,10 @@ class FakeEngine(Server):
             await asyncio.Event().wait()
         if not isinstance(answer, Answer):
             return _drop(http)
-        return _json(answer.body, answer.status)
+        response = _json(answer.body, answer.status)
+        if answer.location:
+            response.headers["Location"] = answer.location
+        return response
 
     # ---- control ---------------------------------------------------------------------------------------------
 
