@@ -9,6 +9,7 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
+from common import keys
 from tests.engine_contract.conftest import END, LENGTH, Models, Served, ids_of, logprobs_of
 from tests.processes import until
 
@@ -193,6 +194,18 @@ def test_an_abort_gives_back_what_there_is(engine: Served, models: Models) -> No
     assert engine.call("/abort_request", {"rid": "nobody"})[0] == 200
 
 
+def test_an_abort_in_a_pause_is_answered_in_the_pause(engine: Served) -> None:
+    """So an actor whose request takes too long keeps what was sampled, whatever it waits for."""
+    flying = engine.start(PROMPTS[3], **LONG, rid="paused")
+    until(lambda: engine.running() == 1, "a request in flight", 30)
+    engine.api.pause()
+    engine.call("/abort_request", {"rid": "paused"})
+    answer = flying.result(60)
+    engine.api.resume()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    spans_cover(answer)
+
+
 def test_a_client_that_hangs_up_frees_its_place(engine: Served) -> None:
     connection = http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=60)
     body = {
@@ -200,7 +213,8 @@ def test_a_client_that_hangs_up_frees_its_place(engine: Served) -> None:
         "sampling_params": {"max_new_tokens": 400, "stop_token_ids": [], "ignore_eos": True},
         "return_logprob": True,
     }
-    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **keys.bearer(engine.key)}
+    connection.request("POST", "/generate", json.dumps(body), headers)
     until(lambda: engine.running() == 1, "a request in flight", 30)
     connection.close()
     until(lambda: engine.running() == 0, "an idle engine", 30)
