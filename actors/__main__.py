@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common import cli
+from common import cli, keys
 from common.addresses import Addresses, AddressesError
 from common.config import RunConfig
 from common.validate import Vocabulary
@@ -27,6 +27,7 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     from actors.envs import Envs
     from actors.history import Rules, check_room
     from actors.learner_client import Learner
+    from actors.places import PlaceRules
     from actors.pool import Pool
     from actors.summaries import Summaries
     from actors.toolcalls.turns import TurnParser
@@ -43,7 +44,8 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     parser = TurnParser(files.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
-    engines = Engines(vocabulary, config.engine.timeout_s)
+    rules = PlaceRules(config.places, config.engine.choice)
+    engines = Engines(vocabulary, config.engine.timeout_s, rules, index, keys.of_run(run, config))
     envs = Envs(addresses.envs, tls, seed=index)
     learner = Learner(addresses.learner, f"actor-{index}", tls)
     summaries = Summaries()

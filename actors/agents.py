@@ -6,7 +6,6 @@ that called it with nothing but what both openings have in common, and its last 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -46,7 +45,6 @@ from common.validate import Vocabulary
 log = logging.getLogger("actors.agents")
 
 TURN_TRIES = 8  # requests for one turn, over all engines: the only retry of a generation
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 4.0
 DELEGATE_TOOL = {
     "type": "function",
     "function": {
@@ -250,32 +248,26 @@ class Agents:
         s = assignment.sampling
         ends = tuple(dict.fromkeys((parts.chat.end_id, *sorted(parts.chat.end_ids), *s.stop_token_ids)))
         stops = (*s.stop, *parts.chat.format.stops)  # looked for here: engines that get ids have no text
-        sampled, why, delay = Sampled(), "", FIRST_DELAY_S
+        sampled, why = Sampled(), ""
         for attempt in range(TURN_TRIES):
-            pools = {engine.pool for engine in parts.engines.ready()}
-            pool = wanted if wanted in pools else MAIN
-            if pool not in pools:
-                wait.set("engine.ready", parts.engines.states())
-            chosen = await parts.engines.pick(self._engines.get(pool, ""), pool)
-            wait.set("engine.generate", chosen.name)
-            rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
-            left = budget - len(sampled.ids)
-            ids = np.concatenate([prompt, ids_array(sampled.ids)])
-            request = Request(rid, ids, left, s.temperature, ends, turn_seed(s.seed, index))
-            try:
-                sampled.add(await parts.engines.generate(chosen, request))
-                sampled.cut_at(stops, parts.chat.codec.pieces)
-            except EngineUnavailable as error:
-                why = str(error)
-                log.info("rollout %s turn %d: %s", assignment.rollout_id, index, error)
-                tape.counts["engine_retries"] += 1
-                wait.set("engine.ready", why)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_DELAY_S)
-                continue
+            pool = wanted if parts.engines.places.ready(wanted) else MAIN
+            async with parts.engines.places.take(self._engines.get(pool, ""), pool, wait.set) as chosen:
+                wait.set("engine.generate", chosen.name)
+                rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
+                left = budget - len(sampled.ids)
+                ids = np.concatenate([prompt, ids_array(sampled.ids)])
+                request = Request(rid, ids, left, s.temperature, ends, turn_seed(s.seed, index))
+                try:
+                    sampled.add(await parts.engines.generate(chosen, request))
+                    why = f"{chosen.name} aborted the request"
+                except EngineUnavailable as error:
+                    why = str(error)
+                    log.info("rollout %s turn %d: %s", assignment.rollout_id, index, error)
+                    tape.counts["engine_retries"] += 1
+                    continue
+            sampled.cut_at(stops, parts.chat.codec.pieces)
             if sampled.finish != Finish.ABORT:
                 return sampled
-            why = f"{chosen.name} aborted the request"
             tape.counts["engine_retries"] += 1
             if len(sampled.ids) >= budget:
                 sampled.finish = Finish.LENGTH

@@ -1,7 +1,8 @@
 """The client of inference engines: SGLang's native HTTP API, token ids in, token ids out.
 
-One call of `generate` is one HTTP request; nothing here retries. The engine table comes from the learner; `pick` keeps a
-rollout on the engine that holds its prefix, else takes the one with the fewest requests of this process.
+One call of `generate` is one HTTP request; nothing here retries, nor does aiohttp (a POST is not repeated) or a redirect (none is
+followed). Which engine it goes to is the matter of `places`. However a request ends, it is ended on the engine too: by its
+answer, by an abort, or by a connection that is closed.
 """
 
 from __future__ import annotations
@@ -10,21 +11,35 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
 import orjson
 
+from actors.places import PlaceRules, Places
+from common import keys
 from common.types import EngineInfo, Finish, Json, VersionRun
 from common.validate import LOGPROB_SLACK, Vocabulary
 
 log = logging.getLogger("actors.engines")
 
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
-REST_S = 0.5  # an engine that did not answer is left alone for so long
+GRACE_S = 5.0  # for the answer to a request that was aborted because it took too long
+# What leaves softmax(logits / temperature) as it is. All of it is said: a server may have other defaults of its own.
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+    "n": 1,
+    "logit_bias": None,
+    **dict.fromkeys(("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
+}
 
 
 class EngineRefused(Exception):
@@ -60,93 +75,65 @@ class Generation:
 
 
 class Engines:
-    """The engine table and the connections. Use inside a running event loop; `close` it there."""
+    """The connections. Use inside a running event loop; `close` it there."""
 
-    def __init__(self, vocabulary: Vocabulary, timeout_s: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, timeout_s: float, rules: PlaceRules, index: int = 0, key: str = "") -> None:
+        """`timeout_s`: of one request; `index`: of this actor process."""
         self._vocabulary = vocabulary
+        self._timeout_s = timeout_s
+        self.places = Places(rules, index)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # SGLang's server drops idle connections after 5 s
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=5),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             cookie_jar=aiohttp.DummyCookieJar(),
+            headers=keys.bearer(key),
         )
-        self._table: dict[str, EngineInfo] = {}
-        self._running: Counter[str] = Counter()
-        self._rests: dict[str, float] = {}  # until when (monotonic)
-        self._changed = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
 
-    def update(self, table: Iterable[EngineInfo]) -> None:
-        """Take over the learner's table."""
-        new = {engine.name: engine for engine in table}
-        if new != self._table:
-            self._table = new
-            self._changed.set()
-
-    def ready(self) -> list[EngineInfo]:
-        """Engines that may serve rollouts now: ready, with published weights, and not resting after a failure."""
-        now = time.monotonic()
-        return [e for e in self._table.values() if e.state == "ready" and e.version >= 1 and self._rests.get(e.name, 0.0) <= now]
-
-    async def pick(self, preferred: str, pool: str = "main") -> EngineInfo:
-        """Of `pool`: `preferred` while it is ready, else the least loaded ready engine. Waits for one; the caller sets the
-        deadline."""
-        while True:
-            ready = [engine for engine in self.ready() if engine.pool == pool]
-            if ready:
-                kept = [engine for engine in ready if engine.name == preferred]
-                return kept[0] if kept else min(ready, key=lambda engine: (self._running[engine.name], engine.name))
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(REST_S):  # a resting engine comes back without a message
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-
-    def states(self) -> str:
-        """The table in words, for errors and waits."""
-        rows = [" ".join(filter(None, (e.name, e.state, f"version {e.version}", e.reason))) for e in self._table.values()]
-        return ", ".join(rows) or "no engine in the table"
-
     async def generate(self, engine: EngineInfo, request: Request) -> Generation:
-        """One turn, or a part of one when the engine aborts it.
+        """One turn, or a part of one when the engine aborts it; the caller holds a place at `engine`.
 
+        A request that takes longer than `timeout_s` is aborted; what it has sampled until then comes back, with finish ABORT.
         Raises EngineRefused, EngineUnavailable, EngineFault. When the caller is cancelled, so is the request.
         """
         self._check_ids(request)
-        body = orjson.dumps(
-            {
-                "rid": request.rid,
-                "input_ids": request.ids,
-                "sampling_params": {
-                    "max_new_tokens": request.max_new_tokens,
-                    "temperature": request.temperature,
-                    "top_p": 1.0,
-                    "top_k": -1,
-                    "stop_token_ids": request.stop_token_ids,
-                    "sampling_seed": request.seed,
-                },
-                "return_logprob": True,
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
-        self._running[engine.name] += 1
+        sampling = {
+            **NEUTRAL,
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "stop_token_ids": request.stop_token_ids,
+            "sampling_seed": request.seed,
+        }
+        asked = {"rid": request.rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
+        body = orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY)
+        begun = time.monotonic()
+        late = asyncio.get_running_loop().call_later(self._timeout_s, self._abort_soon, engine, request.rid)
         try:
-            status, data = await self._post(engine, "/generate", body)
+            async with asyncio.timeout(self._timeout_s + min(GRACE_S, self._timeout_s)):
+                status, data = await self._post(engine, "/generate", body)
         except asyncio.CancelledError:
             self._abort_soon(engine, request.rid)
             raise
-        except TimeoutError as error:
-            self._abort_soon(engine, request.rid)  # the old request ends before a new one starts
-            raise EngineUnavailable(f"{engine.name} did not answer within {self._session.timeout.total:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            self._rests[engine.name] = time.monotonic() + REST_S
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            self.places.failed(engine.name, begun)
+            if not isinstance(error, aiohttp.ClientError):
+                raise EngineUnavailable(f"{engine.name} did not answer in {self._timeout_s:g} s, nor when aborted") from error
+            if not isinstance(error, aiohttp.ClientConnectorError):
+                self._abort_soon(engine, request.rid)  # it may have heard of the request, and not that nobody waits for it
             raise EngineUnavailable(f"{engine.name} at {engine.url}: {type(error).__name__}: {error}") from error
         finally:
-            self._running[engine.name] -= 1
-        return self._read(engine, status, data, request)
+            late.cancel()
+        try:
+            generation = self._read(engine, status, data, request)
+        except EngineUnavailable:
+            self.places.failed(engine.name, begun)
+            raise
+        self.places.answered(engine.name, begun)
+        return generation
 
     async def _post(self, engine: EngineInfo, path: str, body: bytes) -> tuple[int, bytes]:
-        async with self._session.post(engine.url + path, data=body, headers={"Content-Type": "application/json"}) as response:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(engine.url + path, data=body, headers=headers, allow_redirects=False) as response:
             return response.status, await response.read()
 
     def _check_ids(self, request: Request) -> None:
@@ -162,7 +149,6 @@ class Engines:
 
     def _read(self, engine: EngineInfo, status: int, data: bytes, request: Request) -> Generation:
         if status >= 500 or status in (408, 429):
-            self._rests[engine.name] = time.monotonic() + REST_S
             raise EngineUnavailable(f"{engine.name} answered HTTP {status}: {_message(data)}")
         if status != 200:
             raise EngineRefused(f"{engine.name} answered HTTP {status}: {_message(data)}")
@@ -207,6 +193,7 @@ class Engines:
             log.debug("abort of %s on %s: %s", rid, engine.name, error)
 
     async def close(self) -> None:
+        self.places.close()
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2)
         await self._session.close()

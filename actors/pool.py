@@ -94,7 +94,7 @@ class Pool:
         leased = await self._learner.lease(free)
         self._incarnation = leased.incarnation
         self._no_more = leased.no_more
-        self._parts.engines.update(leased.engines)
+        self._parts.engines.places.update(leased.engines)
         for assignment in leased.assignments:
             self._start(assignment, leased.incarnation)
         return 0.0 if leased.assignments else min(leased.retry_after_s, LONGEST_PAUSE_S)
@@ -142,7 +142,7 @@ class Pool:
             self._away = True
             return
         self._away = False
-        self._parts.engines.update(renewed.engines)
+        self._parts.engines.places.update(renewed.engines)
         self._no_more = self._no_more or renewed.no_more
         self._freed.set()  # the lease loop looks again
         if self._incarnation and renewed.incarnation != self._incarnation:

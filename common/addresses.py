@@ -24,14 +24,28 @@ class EngineAddress(BaseModel):
     pool: str
 
 
+class RelayAddress(BaseModel):
+    """A host's relay, and the engines that it fetches weights for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    url: str  # http://host:port, https:// with TLS
+    engines: list[str]
+
+
 class Addresses(BaseModel):
-    """gRPC addresses are `host:port`."""
+    """gRPC addresses, and that of the learner's weight server, are `host:port`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     learner: str
     engines: list[EngineAddress]
+    router: str = ""  # http://host:port of the router in front of all engines; empty: there is none
+    router_metrics: str = ""  # host:port of its Prometheus metrics
     envs: dict[str, list[str]]  # domain -> its replicas
+    weights: str = ""  # empty: weights travel by disk, and there are no relays
+    relays: list[RelayAddress] = []
 
     @classmethod
     def read(cls, run: Path) -> Addresses:
@@ -57,3 +71,17 @@ class Addresses(BaseModel):
         if not 0 <= index < len(replicas):
             raise AddressesError(f"replica {index} of domain {domain!r}: {NAME} has {len(replicas)} of them, counted from 0")
         return replicas[index]
+
+    def relay(self, index: int) -> tuple[RelayAddress, dict[str, str]]:
+        """A relay, and its engines' urls by name. Raises AddressesError."""
+        if not 0 <= index < len(self.relays):
+            raise AddressesError(f'relay {index}: {NAME} has {len(self.relays)}, counted from 0; is weights.transport "relay"?')
+        urls = {engine.name: engine.url for engine in self.engines}
+        return self.relays[index], {name: urls[name] for name in self.relays[index].engines}
+
+    def relay_of(self, engine: str) -> str:
+        """Raises AddressesError."""
+        for relay in self.relays:
+            if engine in relay.engines:
+                return relay.url
+        raise AddressesError(f"{NAME} names no relay for {engine}; start the run again with tools/launch.py")

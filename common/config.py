@@ -6,17 +6,22 @@ A key exists because two committed configurations, or a sweep, set it differentl
 
 from __future__ import annotations
 
+import ipaddress
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from common.config_cross_policy import CrossPolicyConfig
 from common.config_domain import DomainConfig
+from common.config_engine import EngineConfig, WeightsConfig
 from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
+
+QUEUED = 1.5  # requests at an engine for each of its slots
 
 
 class TlsConfig(Table):
-    """Mutual TLS for gRPC: three PEM files, or none."""
+    """Mutual TLS for gRPC and for relays: three PEM files, or none."""
 
     cert: str = ""
     key: str = ""
@@ -82,44 +87,33 @@ class ChatConfig(Table):
         return self
 
 
-class EngineConfig(Table):
-    """Inference engines. `embedded` serves the learner's Flax model; `sglang` is a stock SGLang server."""
-
-    kind: Literal["embedded", "sglang"] = "embedded"
-    count: Positive = 1
-    port: Port = Field(default=0, description="of the first engine, the next ones follow; 0 picks free ports")
-    slots: Positive = Field(default=64, description="requests decoded together")
-    max_length: Positive = Field(default=320, description="tokens of one sequence, prompt and output")
-    decode_chunk: Positive = Field(default=8, description="decode steps per dispatch")
-    prefill_chunk: Positive = Field(default=64, description="prompt tokens per slot and dispatch")
-    prefill_slots: Positive = Field(default=8, description="slots per prefill dispatch")
-    widths: list[Positive] = Field(default=[128, 192, 256, 320], description="attended widths, rising; the last is max_length")
-    timeout_s: Rate = Field(default=60.0, description="of one /generate call")
-    python: str = Field(
-        default="", description="sglang: the Python of its environment, as `make sglang` builds one; empty: this one"
-    )
-    args: list[str] = Field(default=[], description="further arguments for an SGLang server")
-
-    @model_validator(mode="after")
-    def _widths(self) -> EngineConfig:
-        if self.kind == "sglang":
-            unused(self, "engine", 'kind = "embedded"', "decode_chunk", "prefill_chunk", "prefill_slots", "widths")
-            return self
-        unused(self, "engine", 'kind = "sglang"', "python", "args")
-        if self.widths != sorted(set(self.widths)) or not self.widths or self.widths[-1] != self.max_length:
-            raise ValueError(f"engine.widths {self.widths} must rise and end at engine.max_length {self.max_length}")
-        return self
-
-
 class ActorsConfig(Table):
     count: Positive = 1
     rollouts: Positive = Field(default=256, description="rollouts in flight per actor process")
+
+
+# Fields of SGLang's sampling_params that do more than softmax(logits / temperature).
+DISTORTIONS = (
+    *("top_p", "top_k", "min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "custom_logit_processor"),
+)
 
 
 class SamplingConfig(Table):
     """How training rollouts are sampled. Anything else that changes the distribution is refused."""
 
     temperature: Rate = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replayable(cls, values: Any) -> Any:
+        wanted = [name for name in DISTORTIONS if isinstance(values, dict) and name in values]
+        if wanted:
+            raise ValueError(
+                f"sampling.{wanted[0]} changes the distribution that tokens are drawn from; their recorded logprobs could not be "
+                "replayed, and every ratio of the loss would be biased: leave it out"
+            )
+        return values
 
 
 class AlgorithmConfig(Table):
@@ -177,7 +171,7 @@ class AlgorithmConfig(Table):
 class OptimizerConfig(Table):
     """AdamW with float32 masters."""
 
-    lr: Rate = 5e-4
+    lr: float = Field(default=5e-4, ge=0, description="0: nothing is learned, as in configs/selftest.toml")
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: Natural = Field(default=0, description="optimizer steps from 0 to lr")
     decay_steps: Natural = Field(default=0, description="optimizer step at which a cosine reaches 0")
@@ -266,7 +260,35 @@ class RunConfig(Table):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
     tls: TlsConfig = TlsConfig()
+
+    @property
+    def places(self) -> int:
+        """Requests in flight per actor process and engine. By itself, half again as many as there are slots, over all actors: the
+        next requests are at the engine when a slot falls free. More only wait there, where nothing can be said of them. A router
+        has the places of all its engines."""
+        each = self.engine.concurrency or math.ceil(QUEUED * self.engine.slots / self.actors.count)
+        return each * self.engine.count if self.engine.router else each
+
+    @property
+    def keyed(self) -> bool:
+        """Whether engines and relays are called with the run's key: all that others may reach, and whatever relays front."""
+        return self.weights.transport == "relay" or not is_loopback(self.host)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> RunConfig:
+        if self.weights.transport == "relay" and not is_loopback(self.host) and not self.tls.cert:
+            raise ValueError(
+                f'weights.transport = "relay" on host {self.host!r}, which other machines reach, needs TLS: set tls.cert, tls.key'
+                ' and tls.ca, or host = "127.0.0.1"'
+            )
+        if self.engine.router and self.keyed:
+            raise ValueError(
+                'engine.router cannot be used where engines want a key (weights.transport = "relay", or a host that others'
+                " reach): the router would be a door without one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -305,3 +327,10 @@ class RunConfig(Table):
                     f"eval.tasks {self.eval.tasks} exceeds domains.{domain.name}.heldout_tasks {domain.heldout_tasks}"
                 )
         return self
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

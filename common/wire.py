@@ -1,10 +1,11 @@
-"""The one place that makes gRPC channels and servers, and cuts large messages into chunks.
+"""The one place that makes gRPC channels and servers, TLS contexts for HTTP, and cuts large messages into chunks.
 
 Limits and keepalive stand here for both sides, so that they cannot disagree. Addresses are `host:port`.
 """
 
 from __future__ import annotations
 
+import ssl
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,25 @@ class Tls:
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         return Path(self.key).read_bytes(), Path(self.cert).read_bytes(), Path(self.ca).read_bytes()
+
+
+def server_context(tls: Tls) -> ssl.SSLContext:
+    """For an HTTP server that lets in whoever shows a certificate that `ca` signed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_verify_locations(tls.ca)
+    context.load_cert_chain(tls.cert, tls.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(tls: Tls) -> ssl.SSLContext | None:
+    """For an HTTP client that shows its certificate, and wants one for the host that it calls; None without TLS."""
+    if not tls.cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(tls.ca)
+    context.load_cert_chain(tls.cert, tls.key)
+    return context
 
 
 class PortBusy(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from common.addresses import MAIN, STALE
@@ -12,6 +12,8 @@ from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
 from common.types import Assignment, Limits, Sampling, Source, Status, StepKind, Trajectory
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
+from learner.inbox import Inbox, SpoolError
+from learner.proofs import Proofs, Verdict
 from learner.rollouts import Group, Kind, Origin, Rollout
 
 
@@ -33,6 +35,7 @@ class Answer:
 
 
 EXPECTED = Answer("EXPECTED")
+NOT_YET = "not_yet"
 
 
 class EveryRolloutFails(RuntimeError):
@@ -144,6 +147,31 @@ def failure(trajectory: Trajectory, held: int) -> str:
     if held and any(origin.version != held for origin in origins_of(trajectory)):
         return "other_version"
     return ""
+
+
+def obstacle(trajectory: Trajectory, held: int, proofs: Proofs, since: float) -> tuple[str, str]:
+    """Why a rollout that was handed out at `since` is not scored, and more about it; empty when it is. NOT_YET: it may be in a
+    moment. An evaluation is of the version `held` alone (0: training)."""
+    if reason := failure(trajectory, held):
+        return reason, ""
+    verdict, why = proofs.judge(pairs_of(trajectory), since)
+    return {Verdict.PROVEN: "", Verdict.PENDING: NOT_YET, Verdict.FAILED: "unproven_weights"}[verdict], why
+
+
+def reread(delivered: Iterable[Rollout], inbox: Inbox) -> tuple[dict[str, Trajectory], dict[str, str]]:
+    """Trajectories from the spool by rollout id; and of those that cannot be read, why."""
+    found, lost = {}, {}
+    for rollout in delivered:
+        try:
+            found[rollout.id] = trajectory_parse(inbox.read(rollout.place))
+        except (SpoolError, ConvertError) as error:
+            lost[rollout.id] = str(error)
+    return found, lost
+
+
+def pairs_of(trajectory: Trajectory) -> set[tuple[str, int]]:
+    """What sampled its tokens: engines and their versions."""
+    return {(run.engine, run.version) for step in trajectory.steps for run in step.versions}
 
 
 def origins_of(trajectory: Trajectory) -> tuple[Origin, ...]:

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from common.config import DomainConfig, RunConfig
-from common.convert import ConvertError, trajectory_parse
 from common.types import Assignment, EngineInfo, Source, Task, Trajectory
 from common.validate import RecordError, Vocabulary, sampled_tokens
-from learner import progress
-from learner.assignments import EXPECTED, Answer, FailureStreak, Leased, assignment, check_assignment, failure, origins_of, read
+from learner import assignments, progress
+from learner.assignments import EXPECTED, NOT_YET, Answer, FailureStreak, Leased
 from learner.batch import Batch, build
 from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
-from learner.inbox import Inbox, SpoolError
+from learner.inbox import Inbox
 from learner.ledger import Ledger
-from learner.progress import Actor
+from learner.progress import Actor, Rate
+from learner.proofs import Proofs
 from learner.rollouts import Group, Kind, Origin, Rollout, Rules, Standing, State
 from learner.sampler import TaskSampler
 
@@ -32,7 +32,6 @@ TRAINING = (Kind.RL, Kind.WARM)
 TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
 POLL_S, IDLE_POLL_S = 0.1, 0.5  # an actor with free slots asks again so soon while there may be work, and while not
 ACTOR_MEMORY_S = 60.0  # an actor silent for so long leaves the status report
-RATE_WINDOW_S = 30.0  # of tokens per second
 
 Events = Callable[[str, dict[str, Any]], None]
 Key = tuple[str, int]  # rollout id, attempt
@@ -70,7 +69,8 @@ class Control:
         self.last: Batch | None = None
         self.deliveries: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter(sampled=0, trained=0)  # of RL rollouts: scored by then, and in the loss
-        self.arrivals: deque[tuple[float, int]] = deque()  # time and sampled tokens of recent deliveries
+        self.rate = Rate()  # of sampled tokens
+        self.proofs = Proofs(clock)
         self.wait_name, self.wait_since, self.wait_limit = "", 0.0, 0.0
         self._streak = FailureStreak(max(256, 4 * config.algorithm.groups_per_update * config.algorithm.group_size))
         self._stall_told, self._next_tick = 0.0, float("-inf")
@@ -211,12 +211,10 @@ class Control:
                     "tasks_changed", {"domain": domain, "warning": "not the checkpoint's tasks: their order starts anew"}
                 )
             delivered = [r for r in self.ledger.rollouts(*TRAINING) if r.state in (State.WAITING, State.STALE)]
-            for rollout in delivered:
-                try:
-                    self._stored[rollout.id] = trajectory_parse(self._inbox.read(rollout.place))
-                except (SpoolError, ConvertError) as error:
-                    self._events("spool_lost", {"rollout": rollout.id, "reason": str(error)})
-                    self.ledger.lost(rollout.id)
+            self._stored, lost = assignments.reread(delivered, self._inbox)
+            for name, reason in lost.items():
+                self._events("spool_lost", {"rollout": name, "reason": reason})
+                self.ledger.lost(name)
             self._events("restored", {"update": self.ledger.update, "waiting": len(self._stored), "rollouts": self.counts()})
 
     # ---- actors ------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ class Control:
         """A whole message arrived. Raises OSError when the spool cannot be written: the actor sends it again."""
         trajectory: Trajectory | RecordError
         try:
-            trajectory = read(data, key[0], self._vocabulary, self.ledger.versions)
+            trajectory = assignments.read(data, key[0], self._vocabulary, self.ledger.versions)
         except RecordError as error:
             trajectory = error
         with self._changed:
@@ -274,14 +272,17 @@ class Control:
             try:
                 if isinstance(trajectory, RecordError):
                     raise trajectory
-                check_assignment(trajectory, self._assignment(rollout))
+                assignments.check_assignment(trajectory, self._assignment(rollout))
             except RecordError as error:
                 self._inbox.quarantine(data)
                 self._fail(rollout, f"refused:{error.rule}", error.detail)
                 return self._answer("REFUSED", f"{error.rule}: {error.detail}")
-            reason = failure(trajectory, self.evaluation.version if group.kind is Kind.EVAL else 0)
+            held = self.evaluation.version if group.kind is Kind.EVAL else 0
+            reason, why = assignments.obstacle(trajectory, held, self.proofs, rollout.leased_at)
+            if reason == NOT_YET:
+                return self._answer("UNPROVEN", why)
             if reason:
-                self._fail(rollout, reason)
+                self._fail(rollout, reason, why)
             else:
                 self._store(trajectory, group, rollout, data)
             return self._answer("STORED")
@@ -290,13 +291,13 @@ class Control:
         self._streak.count = 0
         if group.kind is Kind.EVAL:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
-            self.ledger.delivered(rollout.id, origins_of(trajectory), ("", 0))
+            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), ("", 0))
         else:
             place = self._inbox.append(data)
             self._stored[rollout.id] = trajectory
-            self.ledger.delivered(rollout.id, origins_of(trajectory), place)
+            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place)
         tokens = sampled_tokens(trajectory.steps) if trajectory.source == Source.POLICY else 0
-        self.arrivals.append((self._clock(), tokens))
+        self.rate.add(self._clock(), tokens)
         if group.kind is Kind.RL:
             self.tokens["sampled"] += tokens
             self.sampler.record(group.task, succeeded(trajectory))
@@ -340,8 +341,6 @@ class Control:
             self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
         for rollout in expired:
             self._given_up(rollout)
-        while self.arrivals and self.arrivals[0][0] < now - RATE_WINDOW_S:
-            self.arrivals.popleft()
         for actor in [name for name, actor in self.actors.items() if actor.seen < now - ACTOR_MEMORY_S]:
             del self.actors[actor]
 
@@ -387,7 +386,7 @@ class Control:
     def _assignment(self, rollout: Rollout) -> Assignment:
         group, _ = self.ledger.find(rollout.id)
         greedy = group.kind is Kind.EVAL and self.evaluation.mode_of(rollout.id) == "greedy"
-        return assignment(self.config, self._domains[group.task.domain], group, rollout, greedy)
+        return assignments.assignment(self.config, self._domains[group.task.domain], group, rollout, greedy)
 
     def serves(self, version: int) -> bool:
         return any(e.in_main and e.state == "ready" and e.version == version for e in self.engines)

@@ -1,28 +1,38 @@
 """The thread of one engine: looks at it, and brings it to the version that the publisher wants.
 
-fetch (where weights have to travel) -> pause (retract) -> update from disk with flush -> verify the version -> continue, every
-stage with a deadline. What fails leaves the engine quarantined with the reason; a later try that passes brings it back.
+fetch (where weights have to travel) -> pause (retract) -> update from disk with flush -> verify the version -> continue ->
+canary, every stage with a deadline. (A paused engine serves nothing, so the canary comes last; `learner/proofs.py` keeps what is
+sampled before it apart.) What fails leaves the engine quarantined with the reason; a later try that passes brings it back.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from common.types import EngineInfo
+from learner.canary import Canary, CanaryError, Judge
 from learner.engine_api import EngineApi, EngineError, EngineGone
 
 if TYPE_CHECKING:
     from learner.publisher import Publisher
 
 
+class WrongWeights(EngineError):
+    """The engine works, and its canary says that it does not serve the weights it was given."""
+
+
 class EngineKeeper:
     """`run` is the thread; it reads and changes the publisher's table under the publisher's lock."""
 
     def __init__(self, publisher: Publisher, index: int, api: EngineApi) -> None:
+        self._judge = Judge(publisher._options.dtype, publisher._options.temperature)
+        self._proofs = publisher.proofs
         self._publisher = publisher
         self._index = index
         self._api = api
+        self._mean = 0.0  # |Δlogprob| of the newest canary
         self._proven = False  # it took an update
         self._in_doubt = False  # an update began and was not finished: paused, or weights of unknown origin
         self._failures = 0
@@ -63,69 +73,106 @@ class EngineKeeper:
             self._update(target)
 
     def _update(self, target: int) -> None:
-        api, started = self._api, time.monotonic()
+        started = time.monotonic()
         stage = "fetch"
         try:
-            folder = api.prepare(self._publisher._folder.path(target), target)  # it may take a while, and serves meanwhile
-            self._set(state="updating", reason=f"to version {target}")
-            stage, self._in_doubt = "pause", True
-            api.pause()
-            stage = "update"
-            api.update_weights(folder, target)
-            stage = "verify"
-            label = api.weight_version()
-            if label != str(target):
-                raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
-            stage = "continue"
-            api.resume()
+            folder = self._api.prepare(self._publisher._folder.path(target), target)  # it may take a while, and serves meanwhile
+            with self._publisher._turn() as mine:
+                if not mine:
+                    return
+                for name, step in self._stages(folder, target):
+                    stage = name
+                    step()
         except EngineGone as error:
             self._gone(error)
         except EngineError as error:
             self._quarantine(stage, target, error)
         else:
             self._in_doubt, self._failures, self._retry_at, self._proven = False, 0, 0.0, True
+            self._proofs.passed(self._info.name, target)  # before anybody hears that it is ready
             self._set(version=target, state="ready", reason="")
             self._publisher._events(
-                "engine_updated", {"name": self._info.name, "version": target, "seconds": time.monotonic() - started}
+                "engine_updated",
+                {"name": self._info.name, "version": target, "seconds": time.monotonic() - started, "canary": self._mean},
             )
+            self._publisher.canaries[self._info.name] = self._mean
             self._publisher._collect()
 
+    def _stages(self, folder: str, target: int) -> Iterator[tuple[str, Callable[[], None]]]:
+        """What has to be done to the engine, in order, by name."""
+        self._set(state="updating", reason=f"to version {target}")
+        self._in_doubt = True
+        self._proofs.began(self._info.name, target)
+        yield "pause", self._api.pause
+        yield "update", lambda: self._api.update_weights(folder, target)
+        yield "verify", lambda: self._verify(target)
+        yield "continue", self._api.resume
+        yield "canary", lambda: self._canary(target)
+
+    def _verify(self, target: int) -> None:
+        label = self._api.weight_version()
+        if label != str(target):
+            raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
+
+    def _canary(self, version: int) -> None:
+        """Raises EngineError when the engine does not answer as the weights of `version` do."""
+        canary = Canary.load(self._publisher._folder.path(version))
+        score = self._api.score(canary.ids, self._judge.temperature)
+        try:
+            self._mean = self._judge.check(canary, score, version)
+        except CanaryError as error:
+            raise WrongWeights("/generate", 0, str(error)) from error
+
     def _quarantine(self, stage: str, target: int, error: EngineError) -> None:
-        options = self._publisher._options
+        options, name = self._publisher._options, self._info.name
         wait = min(options.backoff_s * 2**self._failures, options.backoff_max_s)
         self._failures += 1
         self._retry_at = time.monotonic() + wait
         reason = f"update to version {target} failed at {stage}: {error}"
         self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
-        problem = self._undo_pause(stage)
-        if problem:
+        self._proofs.failed(name, target, reason)
+        try:
+            self._undo(stage, self._info.version, reason)
+        except EngineError as problem:
             self._set(reason=f"{reason}; it may still be paused: {problem}")
         self._count(error)
 
+    def _undo(self, stage: str, old: int, reason: str) -> None:
+        """Let the engine go on. With weights that nobody knows it may use nothing that it has cached, and what it says to be its
+        `old` version is proven anew: a load that failed half-way may have changed some of it. Raises EngineError."""
+        if stage == "fetch":
+            return
+        unknown = stage in ("update", "verify", "canary")
+        if unknown:
+            self._proofs.began(self._info.name, old)  # pending again: actors may not have heard yet that they must not come
+            self._api.abort_all()
+            self._api.flush_cache()
+        self._api.resume()
+        if unknown and old:
+            self._prove_again(old, reason)
+
+    def _prove_again(self, old: int, reason: str) -> None:
+        name = self._info.name
+        try:
+            self._canary(old)
+        except (EngineError, OSError) as error:
+            self._proofs.failed(name, old, f"{reason}; and of version {old}: {error}")
+        else:
+            self._proofs.passed(name, old)
+
     def _count(self, error: EngineError) -> None:
-        """Hear that the engine failed: a 4xx says that it will never do otherwise."""
+        """Hear that the engine failed: a 4xx, or a canary that its first weights do not pass, says that it will never do
+        otherwise."""
         shared = self._publisher
         with shared._changed:
-            hopeless = 400 <= error.status < 500 and not self._proven
+            hopeless = (400 <= error.status < 500 or isinstance(error, WrongWeights)) and not self._proven
             shared._refusals[self._index] = shared._refusals[self._index] + 1 if hopeless else 0
             shared._changed.notify_all()
-
-    def _undo_pause(self, stage: str) -> str:
-        """Let the engine go on; "" or why that failed. After an unproven update nothing may go on with the old cache."""
-        try:
-            if stage == "fetch":
-                return ""
-            if stage in ("update", "verify"):
-                self._api.abort_all()
-                self._api.flush_cache()
-            self._api.resume()
-        except EngineError as error:
-            return str(error)
-        return ""
 
     def _gone(self, error: EngineGone) -> None:
         """It will be another process when it answers again: no back-off, and its weights are looked at anew."""
         self._failures, self._retry_at = 0, 0.0
+        self._proofs.abandoned(self._info.name, str(error))
         self._set(version=0, state="starting", reason=str(error))
 
     @property

@@ -16,26 +16,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from common.addresses import Addresses
 from common.config import RunConfig
 from common.files import replace_file
 from common.record import segment_lengths
+from common.seeds import derive_seed
 from common.types import EngineInfo, StepKind
 from common.validate import Vocabulary
 from common.vocabulary import sampleable
 from common.wire import Tls
 from learner import tasks
 from learner.batch import Batch
+from learner.canary import BOUNDS, canary_ids
 from learner.checkpoints import Checkpoints
 from learner.control import Control
+from learner.engine_api import Deadlines
 from learner.model import hf
 from learner.model.spec import ModelSpec, eos_ids, read_config
 from learner.publisher import NotReady, Publisher, PublisherOptions
+from learner.router import NAME, Router
 from learner.run import Run
 from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
+from learner.transport import transport_of
 from learner.update import Trainer
 
 log = logging.getLogger(__name__)
@@ -159,7 +162,7 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    run.version = run.publisher.publish(run.update, run.trainer.policy)
+    run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
     run.control.published(run.version, run.update)
 
 
@@ -239,6 +242,13 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     if identical:
         why = "siblings sampled the same ids, which chance does not explain: does the engine use the request's seed?"
         run.folder.event("identical_siblings", {"alarm": why, "pairs": identical[:10], "count": len(identical)})
+    values["canary_worst"] = max(run.publisher.canaries.values(), default=0.0)
+    if (gap := metrics.get("gap_mean", 0.0)) > (bound := BOUNDS[run.config.model.dtype]):
+        why = f"engines and learner differ by {gap:.2g} in a token's logprob (mean), allowed is {bound:g}"
+        run.folder.event(
+            "engine_gap", {"alarm": why, **{name: value for name, value in metrics.items() if name.startswith("gap")}}
+        )
+        log.warning("update %d: %s", run.update, why)
     values |= {f"success/{domain}": value for domain, value in batch.success.items()}
     run.folder.metrics(run.update, values)
     run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
@@ -283,15 +293,32 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     server, _ = serve(control, addresses.learner, tls)
     trainer = Trainer(config, spec, weights)
     eos = list(eos_ids(hf_config))
+    router = Router(addresses.router, control.set_engines, folder.event) if addresses.router else None
     publisher = Publisher(
-        PublisherOptions(options.run, folder.incarnation, refresh=config.cross_policy.refresh),
+        PublisherOptions(
+            options.run,
+            folder.incarnation,
+            Deadlines(fetch_s=config.weights.fetch_s),
+            transport=transport_of(config, addresses, options.run),
+            refresh=config.cross_policy.refresh,
+            rolling=config.engine.update == "rolling",
+            dtype=config.model.dtype,
+            temperature=config.sampling.temperature,
+        ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
-        lambda params, directory: hf.save(nnx.State(params), spec, directory, dtype=config.model.dtype, eos_id=eos),
+        lambda tensors, directory: hf.write(tensors, spec, directory, eos),
         folder.event,
-        control.set_engines,
+        router.hear if router else control.set_engines,
+        control.proofs,
     )
+    if router:
+        control.proofs.stands_for(NAME, [engine.name for engine in addresses.engines])
     checkpoints = Checkpoints(options.run / "checkpoints", config.checkpoint.keep)
-    return Run(config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, started=options.started)
+    run = Run(
+        config, options.run, folder, control, trainer, publisher, checkpoints, server, stop, router, started=options.started
+    )
+    run.canary_ids = canary_ids(vocabulary.sampleable, config.engine.max_length - 2, derive_seed(config.seed, "canary"))
+    return run
 
 
 def main(options: Options, config: RunConfig, stop: Callable[[], bool]) -> int:
@@ -343,6 +370,7 @@ def close(run: Run) -> None:
     steps: list[Callable[[], Any]] = [
         run.checkpoints.close,
         run.publisher.close,
+        lambda: run.router and run.router.close(),
         lambda: time.sleep(0.5),  # actors hear "no more" at their next call
         lambda: run.server.stop(2.0).wait(),
         run.folder.close,

@@ -79,6 +79,15 @@ class Network:
         after = self.values(params, batch, hidden)
         return before(after), after
 
+    def canary(self, params: Params, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of ids [N]: their [N] logprobs (0 for the first), and [V] logits after the last. The trunk casts every weight to its
+        compute dtype, in which they are published: these are the published weights'."""
+        model = nnx.merge(self.graph, params["policy"])
+        row = jnp.arange(len(ids))[None]
+        logits = model.logits(model(ids[None], row, jnp.ones_like(row))[0])
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), ids[1:, None], axis=1)[:, 0]
+        return jnp.concatenate([jnp.zeros(1), chosen]), logits[-1]
+
     def score_logprobs(self, params: Params, batch: Microbatch) -> jax.Array:
         """[B, T] at trained tokens, 0 elsewhere."""
         return self.logprobs(params, batch)[0]

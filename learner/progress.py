@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from learner.rollouts import UNDELIVERED, Kind, Rollout, State
 if TYPE_CHECKING:
     from learner.control import Control
 
+RATE_WINDOW_S = 30.0  # of tokens per second
 REPORTED_WAITS = 20  # of actors, longest first
 
 
@@ -24,12 +25,26 @@ class Actor:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class Rate:
+    """Tokens per second, over the newest deliveries."""
+
+    def __init__(self) -> None:
+        self._arrivals: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, tokens: int) -> None:
+        self._arrivals.append((now, tokens))
+
+    def per_second(self, now: float) -> float:
+        while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
+            self._arrivals.popleft()
+        seconds = max(1.0, now - self._arrivals[0][0]) if self._arrivals else 1.0
+        return sum(tokens for _, tokens in self._arrivals) / seconds
+
+
 def report(control: Control, now: float) -> dict[str, Any]:
     """The status report, as `launch.py` shows it."""
     ledger, last = control.ledger, control.last
     warm = control.phase == "warm"
-    arrivals = control.arrivals
-    seconds = max(1.0, now - arrivals[0][0]) if arrivals else 1.0
     return {
         "phase": control.phase,
         "incarnation": control.incarnation,
@@ -37,7 +52,7 @@ def report(control: Control, now: float) -> dict[str, Any]:
         "updates": ledger.rules.warm_updates if warm else ledger.rules.updates,
         "success": dict(last.success) if last else {},
         "lag": {"mean": last.lag.mean, "max": last.lag.max} if last else {"mean": 0.0, "max": 0},
-        "tokens_per_s": sum(tokens for _, tokens in arrivals) / seconds,
+        "tokens_per_s": control.rate.per_second(now),
         "tokens": dict(control.tokens),
         "rollouts": control.counts(),
         "reasons": control.reasons(),

@@ -2,7 +2,7 @@
 
 Training never waits: `publish` takes a host copy of the parameters and returns. When training is faster than writing,
 the newest parameters win and the versions between are skipped. Each engine goes through pause (retract) -> update from
-disk with flush -> verify the version -> continue, every stage with a deadline. An engine that fails is quarantined with
+disk with flush -> verify the version -> continue -> canary, every stage with a deadline. An engine that fails is quarantined with
 the reason, and comes back by itself when a later try passes; one that is not there, or was restarted with other weights,
 is brought to the wanted version as soon as it answers. No engine waits for another.
 """
@@ -13,19 +13,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.addresses import MAIN, STALE
 from common.types import EngineInfo
-from learner.engine_api import Deadlines, EngineApi, EngineError
+from learner.canary import Canary
+from learner.engine_api import Deadlines, EngineError
 from learner.keeper import EngineKeeper
+from learner.proofs import Proofs
 from learner.stale_pool import StalePool
-from learner.weights import WeightFolder, leaves
+from learner.transport import DiskTransport, Transport
+from learner.weights import WeightFolder, leaves, nonfinite
 
 REFUSALS = 3  # of an engine's first update, before it is given up
 Params = Mapping[Any, Any]  # names to NumPy arrays, may be nested; the publisher's own from `publish` on
@@ -49,12 +51,16 @@ class EnginesRefuse(PublishError):
 class PublisherOptions:
     """Where weights go and how long things may take."""
 
-    run: Path  # weights/ and versions.jsonl stand here; engines must see the same path
+    run: Path  # weights/ and versions.jsonl stand here
     incarnation: int
     deadlines: Deadlines = field(default_factory=Deadlines)
     poll_s: float = 1.0  # between two looks at an engine
     backoff_s: float = 1.0  # before a failed update is tried again; doubles
     backoff_max_s: float = 30.0
+    transport: Transport = field(default_factory=DiskTransport)  # closed with the publisher
+    rolling: bool = False  # one engine after another, so that the others serve meanwhile
+    dtype: str = "float32"  # of the published weights
+    temperature: float = 1.0  # that training samples at
     refresh: int = 0  # updates after which engines of the stale pool get the newest version; 0: every one
 
 
@@ -77,6 +83,7 @@ class Publisher:
         save: Save,
         events: Events,
         on_engines: Callable[[list[EngineInfo]], None] = lambda table: None,
+        proofs: Proofs | None = None,
     ) -> None:
         self._options = options
         self._save = save
@@ -86,16 +93,19 @@ class Publisher:
         self._changed = threading.Condition()  # guards everything below
         self._table = [replace(e, version=0, state="starting", reason="not seen yet") for e in engines]
         self._loading = dict.fromkeys(range(len(engines)), 0)  # engine -> version it may be reading from disk
-        self._pending: tuple[int, Params] | None = None
+        self._pending: tuple[int, Params, Canary] | None = None
         self._newest = 0  # written and whole, of this incarnation
         self._stale = StalePool(options.refresh)
         self._hold: _Hold | None = None
         self._pins: Counter[int] = Counter()
         self._refusals: Counter[int] = Counter()  # engine -> 4xx in a row, of one that never took an update
         self._failure: BaseException | None = None
+        self._one_at_a_time = threading.Lock()
+        self.proofs = proofs or Proofs()
+        self.canaries: dict[str, float] = {}  # engine -> mean |Δlogprob| of its newest canary
         self._closing = False
         self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
-        self._apis = [EngineApi(engine.url, options.deadlines) for engine in engines]
+        self._apis = [options.transport.connect(engine, options.deadlines) for engine in engines]
         loops = [self._write_loop] + [EngineKeeper(self, index, api).run for index, api in enumerate(self._apis)]
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), name="publisher", daemon=True) for loop in loops]
         for thread in self._threads:
@@ -103,22 +113,24 @@ class Publisher:
 
     # ---- for the learner ------------------------------------------------------------------------------------
 
-    def publish(self, update: int, params: Params) -> int:
-        """Publish `params`, the state after `update`; returns their version at once.
+    def publish(self, update: int, params: Params, canary: Canary) -> int:
+        """Publish `params`, the state after `update`, and what engines must answer with them; returns their version at once.
 
         Raises PublishError when a parameter is not finite (nothing is written and no version is used), or when an
         earlier publication failed in the background.
         """
         self.check()
-        for name, array in leaves(params):
-            bad = int(array.size - np.count_nonzero(np.isfinite(array)))
+        with ThreadPoolExecutor() as threads:
+            named = list(leaves(params))
+            counts = list(threads.map(lambda pair: nonfinite(pair[1]), named))
+        for (name, array), bad in zip(named, counts, strict=True):
             if bad:
                 raise PublishError(f"update {update} is not published: {bad} of {array.size} values of {name} are not finite")
         with self._changed:
             if self._closing:
                 raise PublishError(f"update {update} is not published: the publisher is closed")
             version = self._folder.allocate(update)
-            skipped, self._pending = self._pending, (version, params)
+            skipped, self._pending = self._pending, (version, params, canary)
             self._changed.notify_all()
         if skipped is not None:
             self._events("publish_skipped", {"version": skipped[0], "newer": version})
@@ -209,6 +221,7 @@ class Publisher:
         until = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        self._options.transport.close()
         self._folder.close()
 
     # ---- threads --------------------------------------------------------------------------------------------
@@ -233,9 +246,14 @@ class Publisher:
                 self._changed.wait_for(lambda: self._pending is not None or self._closing)
                 if self._pending is None:
                     return
-                (version, params), self._pending = self._pending, None
+                (version, params, canary), self._pending = self._pending, None
             started = time.monotonic()
-            self._folder.write(version, lambda folder, params=params: self._save(params, folder))
+
+            def fill(folder: Path, params: Params = params, canary: Canary = canary) -> None:
+                canary.save(folder)
+                self._save(params, folder)
+
+            self._folder.write(version, fill)
             with self._changed:
                 self._newest = version
                 self._stale.written(version, self.update_of(version))
@@ -259,6 +277,12 @@ class Publisher:
             self._events("hold_expired", {"version": self._hold.version, "newest": self._newest})
             self._hold = None
         return self._hold.version if self._hold is not None else self._newest
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """An engine's turn to be updated; False when the publisher closes first."""
+        with self._one_at_a_time if self._options.rolling else nullcontext():
+            yield not self._closing
 
     def _served(self) -> int:
         """The newest version that an engine of main serves to stay, 0 when none does. The caller holds the lock."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
 from common.config import RunConfig
 from learner.batch import Lag
@@ -17,6 +18,7 @@ from learner.checkpoints import Checkpoints
 from learner.control import Control
 from learner.jsonlines import read_lines
 from learner.publisher import Publisher
+from learner.router import Router
 from learner.runfolder import RunFolder
 from learner.update import Trainer
 
@@ -69,10 +71,12 @@ class Run:
     checkpoints: Checkpoints
     server: grpc.Server
     stop: Callable[[], bool]
+    router: Router | None = None  # in front of the engines, where there is one
     totals: Totals = field(default_factory=Totals)
     started: float = field(default_factory=time.monotonic)  # of this process: time.monotonic()
     update: int = 0  # RL updates done
     version: int = 0  # the newest published weights
+    canary_ids: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int32))  # [N] int32
     saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
 
     def seconds(self) -> float:

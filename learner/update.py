@@ -23,6 +23,8 @@ from common.seeds import derive_seed
 from common.types import Source, Status, Trajectory
 from learner import credit, objective, optimizer
 from learner.advantages import whiten
+from learner.canary import Canary
+from learner.model import hf
 from learner.model.spec import ModelSpec
 from learner.pack import Aggregation, Example, Microbatch, Packed, Shape, pack
 
@@ -63,6 +65,7 @@ class Trainer:
         self._apply = jax.jit(optimizer.make_apply(config.optimizer), donate_argnums=0)
         self._score_values = jax.jit(network.score_values)
         self._score_logprobs = jax.jit(network.score_logprobs)
+        self._canary = jax.jit(network.canary)
         self._bad_updates = 0
 
     # ---- updates -------------------------------------------------------------------------------------------
@@ -191,10 +194,15 @@ class Trainer:
         """Optimizer steps of policy updates so far."""
         return int(self._state.step)
 
-    @property
-    def policy(self) -> nnx.State:
-        """The policy's float32 parameters in host memory: a copy, so training may go on."""
-        return _snapshot(self._state.params["policy"])
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The policy as it is published: Hugging Face's names and layout, `model.dtype`, in host memory. A copy, so training
+        may go on."""
+        return hf.snapshot(self._state.params["policy"], self._config.model.dtype)
+
+    def canary(self, ids: np.ndarray) -> Canary:
+        """What an engine must answer to ids [N] once it serves the present policy as it is published."""
+        logprobs, last = jax.device_get(self._canary(self._state.params, ids))
+        return Canary(ids, logprobs, last)
 
     def logprobs(self, rollouts: Sequence[Trajectory]) -> list[list[np.ndarray]]:
         """Per rollout and segment: [S] logprobs of the action tokens under the present policy, 0 elsewhere.
@@ -343,12 +351,14 @@ class _Report:
 
 
 def _gap(examples: Sequence[Example], logprobs: Sequence[np.ndarray], version: int) -> Metrics:
-    """|engine - learner| logprob over trained tokens: of `version` if it is known, of all otherwise."""
-    gaps = []
+    """Engine against learner, over trained tokens: of `version` if it is known, of all otherwise. |Δlogprob|, and the k3
+    estimator of KL(engine, learner): mean of r - 1 - log r, with r = learner's probability / engine's."""
+    found = []
     for example, own in zip(examples, logprobs, strict=True):
         chosen = example.mask & ((example.versions == version) | (version < 0))
-        gaps.append(np.abs(example.behaviour[chosen] - _padded(own, len(chosen))[chosen]))
-    gap = np.concatenate(gaps) if gaps else np.zeros(0)
+        found.append(example.behaviour[chosen] - _padded(own, len(chosen))[chosen])
+    logs = np.concatenate(found).astype(np.float64) if found else np.zeros(0)
+    gap = np.abs(logs)
     if not len(gap):
         return {"gap_tokens": 0.0}
     return {
@@ -356,6 +366,7 @@ def _gap(examples: Sequence[Example], logprobs: Sequence[np.ndarray], version: i
         "gap_mean": float(gap.mean()),
         "gap_p99": float(np.quantile(gap, 0.99)),
         "gap_max": float(gap.max()),
+        "gap_k3": float((np.exp(-logs) - 1 + logs).mean()),
     }
 
 

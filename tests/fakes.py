@@ -1,4 +1,5 @@
-"""Real servers with scripted behaviour. FakeEngine is an inference engine that speaks SGLang's native HTTP API.
+"""Real servers with scripted behaviour. FakeEngine is an inference engine that speaks SGLang's native HTTP API, FakeRouter what
+`sglang-router` 0.3.2 does and says.
 
 It generates in slots, token by token, has a queue, a prefix cache whose entries carry the version that made them, and
 the same rules as SGLang for pausing, flushing and weight updates. Every call can be scripted to fail, to hang or to drop
@@ -8,15 +9,19 @@ the connection. It runs on a thread of its own, on a loopback port that survives
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import aiohttp
 import orjson
 from aiohttp import web
+
+from common import keys
 
 Reply = Callable[[list[int], dict[str, Any]], list[int]]  # prompt and sampling_params -> the tokens to sample
 
@@ -44,7 +49,11 @@ class Request:
     versions: list[str] = field(default_factory=list)  # of each output token
     cached: int = 0
     retractions: int = 0
+    scored: bool = False  # its prompt's logprobs are wanted
     ended: dict[str, Any] | None = None
+
+
+LOGPROB = -0.5  # of every token
 
 
 def count_up(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
@@ -72,17 +81,75 @@ class Door(socket.socket):
             connection.close()
 
 
-class FakeEngine:
+class Server:
+    """On a thread of its own; `with` starts and stops it. What it serves is said by `_app`."""
+
+    port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), name="fake-server", daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    def stop(self) -> None:
+        """The process is gone: connections are refused."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join()
+
+    def restart(self) -> None:
+        """A new process on the same port, which remembers nothing."""
+        self.stop()
+        self._reset()
+        self.start()
+
+    def _reset(self) -> None:
+        """Forget everything."""
+        raise NotImplementedError
+
+    async def _app(self) -> web.Application:
+        raise NotImplementedError
+
+    async def _main(self, ready: threading.Event) -> None:
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        runner = web.AppRunner(
+            await self._app(), shutdown_timeout=0.01, handler_cancellation=True
+        )  # 0 would wait for every answer
+        await runner.setup()
+        door = Door(self.port)
+        site = web.SockSite(runner, door)
+        await site.start()
+        self.port = door.getsockname()[1]
+        ready.set()
+        await self._ending.wait()
+        await runner.cleanup()
+        door.close_all()
+
+
+class FakeEngine(Server):
     """`with FakeEngine() as engine: ... engine.url ... engine.calls`."""
 
     def __init__(self, *, slots: int = 8, token_s: float = 0.0, reply: Reply = count_up, vocabulary: int = 2**31) -> None:
         self.slots, self.token_s, self.reply, self.vocabulary = slots, token_s, reply, vocabulary
-        self.port = 0
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body of every POST, in order
         self.trace: list[tuple[str, str]] = []  # ("update", version), ("flush", ""), ("token", rid), in order
         self.reused: list[tuple[str, str]] = []  # (version that reads, version that wrote) of every prefix cache hit
         self.healthy = True
+        self.key = ""  # that every call but /health needs
         self.server_info: dict[str, Any] = {}
+        self.prompt_logprob = LOGPROB  # what it says of every token of a canary
         self._scripts: defaultdict[str, deque[Answer | str]] = defaultdict(deque)
         self._reset()
 
@@ -98,62 +165,33 @@ class FakeEngine:
         """The next calls of `path` get these answers, one each; then it behaves again."""
         self._scripts[path].extend(answers)
 
+    def unscript(self) -> None:
+        """From now on it behaves."""
+        self._scripts.clear()
+
     def posts(self) -> list[str]:
         """Paths of the control calls so far (not /generate), in order."""
         return [path for path, _ in self.calls if path != "/generate"]
 
-    # ---- life ------------------------------------------------------------------------------------------------
+    # ---- HTTP ------------------------------------------------------------------------------------------------
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), name="fake-engine", daemon=True)
-        self._thread.start()
-        ready.wait()
-
-    def stop(self) -> None:
-        """The process is gone: connections are refused."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ending.set)
-            self._thread.join()
-
-    def restart(self) -> None:
-        """A new process on the same port: other weights, nothing cached, not paused."""
-        self.stop()
-        self._reset()
-        self.start()
-
-    async def _main(self, ready: threading.Event) -> None:
-        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+    async def _app(self) -> web.Application:
         app = web.Application()
         for path in ("/model_info", "/server_info", "/health", "/v1/loads"):
             app.router.add_get(path, self._get)
         for path in POSTS:
             app.router.add_post(path, self._post)
-        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
-        await runner.setup()
-        door = Door(self.port)
-        site = web.SockSite(runner, door)
-        await site.start()
-        self.port = door.getsockname()[1]
-        ready.set()
-        await self._ending.wait()
-        await runner.cleanup()
-        door.close_all()
+        return app
 
-    # ---- HTTP ------------------------------------------------------------------------------------------------
+    def _locked_out(self, http: web.Request) -> web.Response | None:
+        """As SGLang answers with --api-key."""
+        if http.path == "/health" or keys.shown(http.headers.get("Authorization", ""), self.key):
+            return None
+        return _json({"error": "Unauthorized"}, 401)
 
     async def _get(self, http: web.Request) -> web.Response:
+        if locked_out := self._locked_out(http):
+            return locked_out
         if scripted := await self._scripted(http):
             return scripted
         match http.path:
@@ -169,6 +207,8 @@ class FakeEngine:
     async def _post(self, http: web.Request) -> web.Response:
         raw = await http.read()
         body = orjson.loads(raw) if raw else {}
+        if locked_out := self._locked_out(http):
+            return locked_out
         self.calls.append((http.path, body))
         lose = self._scripts[http.path] and self._scripts[http.path][0] == LOSE
         if lose:
@@ -266,7 +306,8 @@ class FakeEngine:
         elif len(plan) < limit:
             finish = {"type": "stop", "matched": plan[-1] if plan else None}
         rid = body.get("rid") or f"fake-{len(self.calls)}-{index}"
-        return Request(rid if isinstance(rid, str) else rid[index], prompt, plan, finish)
+        scored = body.get("logprob_start_len", -1) == 0
+        return Request(rid if isinstance(rid, str) else rid[index], prompt, plan, finish, scored=scored)
 
     async def _serve(self, request: Request) -> dict[str, Any]:
         self.waiting.append(request)
@@ -320,9 +361,83 @@ class FakeEngine:
             "num_retractions": request.retractions,
             "weight_version": self.weight_version,
             "weight_versions": spans,
-            "output_token_logprobs": [[-0.5, token, None] for token in request.output],
+            "output_token_logprobs": [[LOGPROB, token, None] for token in request.output],
         }
+        if request.scored:
+            rest = [[self.prompt_logprob, token, None] for token in request.prompt[1:]]
+            meta["input_token_logprobs"] = [[None, request.prompt[0], None], *rest]
         return {"text": "", "output_ids": request.output, "meta_info": meta}
+
+
+class FakeRouter(Server):
+    """Workers come and go in the background; `/generate` is forwarded to one after the other, once, whatever comes of it."""
+
+    def __init__(self) -> None:
+        self.forwarded = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.workers: dict[str, str] = {}  # url -> id
+        self._jobs: set[asyncio.Task[None]] = set()
+
+    async def _app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/workers", self._list)
+        app.router.add_post("/workers", self._add)
+        app.router.add_delete("/workers/{id}", self._remove)
+        app.router.add_post("/generate", self._generate)
+        return app
+
+    async def _list(self, http: web.Request) -> web.Response:
+        rows = [{"id": id, "url": url, "model_id": "policy", "is_healthy": True} for url, id in self.workers.items()]
+        return _json({"workers": rows, "total": len(rows)})
+
+    async def _add(self, http: web.Request) -> web.Response:
+        """Once the worker answers, it is one; until then nothing is known of it."""
+        url = (await http.json())["url"]
+        self._later(self._join(url))
+        return _json({"status": "accepted", "worker_id": f"id-of-{url}", "url": url}, 202)
+
+    async def _join(self, url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(url + "/health"):
+                        break
+                await asyncio.sleep(0.05)
+        self.workers[url] = f"id-of-{url.rpartition(':')[2]}"
+
+    async def _remove(self, http: web.Request) -> web.Response:
+        found = [url for url, id in self.workers.items() if id == http.match_info["id"]]
+        if not found:
+            return _json({"error": "worker not found"}, 404)
+        self._later(self._leave(found[0]))
+        return _json({"status": "accepted", "worker_id": http.match_info["id"]}, 202)
+
+    async def _leave(self, url: str) -> None:
+        await asyncio.sleep(0.02)
+        self.workers.pop(url, None)
+
+    def _later(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(job)
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        sampling = {key: value for key, value in body["sampling_params"].items() if value not in (None, {})}  # as it writes them
+        if not self.workers:
+            return _json({"error": {"code": "no_available_workers", "message": "No available workers"}}, 503)
+        url = list(self.workers)[self.forwarded % len(self.workers)]
+        self.forwarded += 1
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(url + "/generate", json={**body, "sampling_params": sampling, "stream": False}) as answer,
+            ):
+                return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+        except aiohttp.ClientError as error:
+            return _json({"error": {"code": "call_upstream_request_error", "message": str(error)}}, 500)
 
 
 POSTS = {

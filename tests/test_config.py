@@ -63,6 +63,16 @@ TYPOS = {
     "a combination: heads": (MINIMAL, ["--model.num_kv_heads=3"], "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
     "a combination: widths": (MINIMAL, ["--engine.widths=[320,128]"], "engine.widths [320, 128] must rise"),
     "a combination: length": (MINIMAL, ["--domains.0.limits.max_tokens=321"], "max_tokens 321 exceeds engine.max_length 320"),
+    "a combination: a router's Python without a router": (
+        MINIMAL,
+        ["--engine.router_python=/p"],
+        "engine.router_python = '/p' is for router = true",
+    ),
+    "a combination: two that choose": (
+        MINIMAL,
+        ["--engine.router=true", "--engine.choice=least_loaded"],
+        'engine.choice = "least_loaded" cannot be used with engine.router',
+    ),
     "a context: a window without turns": (MINIMAL, ["--domains.0.context.name=window"], "needs context.turns, at least 1"),
     "a context: turns without a window": (MINIMAL, ["--domains.0.context.turns=2"], 'context.turns = 2 is for name = "window"'),
     "a context: no length": (MINIMAL, ["--domains.0.context.name=discard"], 'name = "discard" needs context.tokens'),
@@ -151,6 +161,16 @@ TYPOS = {
         [],
         "domains.0.memory = 'on': Input should be 'off', 'rollout' or 'task'",
     ),
+    "a combination: a relay that everybody could use": (
+        MINIMAL,
+        ["--weights.transport=relay", "--host=10.0.0.7"],
+        "weights.transport = \"relay\" on host '10.0.0.7', which other machines reach, needs TLS: set tls.cert, tls.k",
+    ),
+    "a combination: a relay's folder without relays": (
+        MINIMAL,
+        ["--weights.folder=/x"],
+        "weights.folder = '/x' is for transport = \"relay\"; leave it out",
+    ),
     "a combination: half of TLS": (MINIMAL, ["--tls.cert=x"], "tls needs cert, key and ca together"),
     "a combination: GRPO with a discount": (MINIMAL, ["--algorithm.gamma=0.99"], "algorithm.gamma = 0.99 is for PPO"),
     "a combination: PPO with groups": (
@@ -235,6 +255,20 @@ def test_overrides_reach_every_kind_of_place(minimal):
     assert config.domains[0].options == {"size": 5, "kind": "wide"}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "places"),
+    [
+        ((), 96),
+        (("--actors.count=4",), 24),
+        (("--actors.count=5",), 20),
+        (("--engine.concurrency=7", "--actors.count=4"), 7),
+        (("--engine.concurrency=7", "--engine.count=3", "--engine.router=true"), 21),
+    ],
+)
+def test_actors_share_what_keeps_an_engine_busy(minimal, overrides, places):
+    assert load(minimal, list(overrides)).places == places
+
+
 def test_help_names_every_key():
     text = help_text()
     assert '--algorithm.name=<grpo|ppo>  (default "grpo")' in text
@@ -278,3 +312,13 @@ def test_a_text_may_look_like_something_else(tmp_path, name):
     path.write_text(MINIMAL)
     config = load(path, [f"--name={name}", "--seed=3", "--optimizer.lr=1e-3"])
     assert (config.name, config.seed, config.optimizer.lr) == (name, 3, 1e-3)
+
+
+def test_a_key_is_needed_where_others_can_call(minimal):
+    tls = [f"--tls.{name}=x.pem" for name in ("cert", "key", "ca")]
+    for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
+        assert not load(minimal, [f"--host={host}"]).keyed
+        assert load(minimal, [f"--host={host}", "--weights.transport=relay"]).keyed
+    for host in ("10.0.0.7", "0.0.0.0", "learner.example"):
+        assert load(minimal, [f"--host={host}"]).keyed
+        assert load(minimal, [f"--host={host}", "--weights.transport=relay", *tls]).weights.folder == "/dev/shm"

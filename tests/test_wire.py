@@ -1,8 +1,6 @@
 """The wire: chunks, message limits, plain and mutual-TLS channels, busy ports."""
 
 import random
-import shutil
-import subprocess
 
 import grpc
 import pytest
@@ -97,33 +95,6 @@ class Echo(rl_pb2_grpc.LearnerServiceServicer):
 
     def Status(self, request, context):
         return rl_pb2.StatusReply(report_json="x" * 10_000_000)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """A throw-away authority, a certificate it signed, and one signed by somebody else."""
-    if not shutil.which("openssl"):
-        pytest.skip("no openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    def authority(name):
-        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        openssl("req", "-x509", *key, "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-
-    def signed(name, by):
-        (folder / "san").write_text("subjectAltName=IP:127.0.0.1")
-        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        openssl("req", *key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        ca = ["-CA", f"{by}.pem", "-CAkey", f"{by}.key", "-CAcreateserial", "-days", "2", "-extfile", "san"]
-        openssl("x509", "-req", "-in", f"{name}.csr", *ca, "-out", f"{name}.pem")
-        return Tls(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / "ours.pem"))
-
-    authority("ours")
-    authority("theirs")
-    return signed("server", "ours"), signed("client", "ours"), signed("stranger", "theirs")
 
 
 def serve(tls=Tls()):

@@ -17,6 +17,8 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
 
 from common.cli import ConfigError, load
 from common.config import RunConfig
+from learner.canary import BOUNDS
+from learner.jsonlines import read_lines
 
 
 def checks(summary: dict[str, Any], config: RunConfig, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
@@ -33,8 +35,26 @@ def checks(summary: dict[str, Any], config: RunConfig, args: argparse.Namespace)
         lag = summary["stale_pool"]["lag"]["max"]
         yield f"lag of the stale pool at most {cross_policy.max_lag}: {lag}", lag <= cross_policy.max_lag
     yield f"compilations after warm-up: {summary['recompilations_after_warmup']}", not summary["recompilations_after_warmup"]
+    if args.flat_gap:
+        yield from _same_policy(args.run, config.model.dtype)
     for domain in sorted({e["domain"] for e in summary["evals"]}):
         yield from _learned(domain, [e for e in summary["evals"] if e["domain"] == domain and e["mode"] == "greedy"], args)
+
+
+def _same_policy(run: Path, dtype: str) -> Iterator[tuple[str, bool]]:
+    """Of a run whose weights never change: engine and learner differ by the same at every update, and no canary failed."""
+    rows = list(read_lines(run / "metrics.jsonl"))
+    gaps = [row["gap_mean"] for row in rows if "gap_mean" in row]
+    allowed = BOUNDS[dtype] / 10
+    moved = max((abs(gap - gaps[0]) for gap in gaps), default=0.0)
+    yield f"gap measured in {len(gaps)} of {len(rows)} updates", 2 * len(gaps) >= len(rows) > 0
+    yield f"gap flat: {gaps[0] if gaps else 0:.2g} at first, moved by {moved:.2g}, allowed is {allowed:g}", moved <= allowed
+    drift = max((row.get("kl_k3", 0.0) for row in rows), default=0.0)  # over all tokens: their versions are one policy
+    yield f"k3 to the policy of any version: {drift:.2g}, allowed is {allowed:g}", drift <= allowed
+    events = list(read_lines(run / "events.jsonl"))
+    passed = sum(event["kind"] == "engine_updated" for event in events)
+    failed = sum(event.get("state") == "quarantined" for event in events)
+    yield f"canaries: {passed} passed, {failed} failed, for {len(rows)} updates", passed >= len(rows) and not failed
 
 
 def _learned(domain: str, evals: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
@@ -63,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--min-rl", type=float, help="least held-out greedy success after RL")
     parser.add_argument("--max-warm", type=float, help="most held-out greedy success after the warm start")
     parser.add_argument("--disjoint", action="store_true", help="the two 95%% intervals must not meet")
+    parser.add_argument(
+        "--flat-gap", action="store_true", help="a run with learning rate 0: engine and learner stay as they were"
+    )
     args = parser.parse_args(argv)
     path = args.run / "summary.json"
     if not path.is_file():

@@ -55,6 +55,7 @@ class DeliverStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SUPERSEDED: _ClassVar[DeliverStatus]
     REFUSED: _ClassVar[DeliverStatus]
     RESEND: _ClassVar[DeliverStatus]
+    UNPROVEN: _ClassVar[DeliverStatus]
 CONTEXT_KIND_UNSPECIFIED: ContextKind
 TEMPLATE: ContextKind
 TASK: ContextKind
@@ -86,6 +87,7 @@ DUPLICATE: DeliverStatus
 SUPERSEDED: DeliverStatus
 REFUSED: DeliverStatus
 RESEND: DeliverStatus
+UNPROVEN: DeliverStatus
 
 class TaskMessage(_message.Message):
     __slots__ = ("domain", "id", "seed", "payload_json")

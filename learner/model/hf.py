@@ -1,30 +1,30 @@
 """Model directories as Hugging Face lays them out: config.json and safetensors with Qwen3's tensor names.
 
-Stock transformers and SGLang read what `save` writes; `load` reads what they publish, sharded files included. Files
-are written aside and renamed, so that a reader sees a whole file or none.
+Stock transformers and SGLang read what `save` and `write` leave behind; `load` and `read` read what they publish, sharded
+files included. The trainer keeps a matrix as [in, out]; files and the embedded engine keep it as [out, in] ("stored"), so
+that it is turned once, on the trainer's device, for every version.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from learner.model.qwen3 import Qwen3
+from learner.model import tensorfiles
+from learner.model.qwen3 import Linear, Qwen3
 from learner.model.spec import ModelError, ModelSpec, read_config
+from learner.model.tensorfiles import DTYPES
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+Place = tuple[Any, ...]  # of a parameter in the NNX state
 
 LAYER_NAMES = {
     ("attention_norm", "scale"): "input_layernorm.weight",
@@ -46,11 +46,28 @@ TOP_NAMES = {
 }
 
 
-def hf_name(path: tuple[Any, ...]) -> str:
-    """The Hugging Face name of the parameter at `path` of the NNX state."""
-    if path[0] == "blocks":
-        return f"model.layers.{path[1]}.{LAYER_NAMES[tuple(map(str, path[2:]))]}"
-    return TOP_NAMES[tuple(map(str, path))]
+def hf_name(place: Place) -> str:
+    """The Hugging Face name of the parameter at `place`."""
+    if place[0] == "blocks":
+        return f"model.layers.{place[1]}.{LAYER_NAMES[tuple(map(str, place[2:]))]}"
+    return TOP_NAMES[tuple(map(str, place))]
+
+
+@partial(jax.jit, static_argnames="dtype")
+def stored(state: nnx.State, dtype: str) -> nnx.State:
+    """Parameters as files and engines keep them: in `dtype`, matrices as [out, in]. Every buffer is a new one, whatever the
+    dtype: the caller may donate `state` to its next step."""
+    flat = []
+    for place, variable in nnx.to_flat_state(state):
+        value = variable[...].T if place[-1] == "kernel" else variable[...]
+        flat.append((place, nnx.Param(jnp.array(value, DTYPES[dtype], copy=True))))
+    return nnx.from_flat_state(flat)
+
+
+def snapshot(state: nnx.State, dtype: str) -> dict[str, np.ndarray]:
+    """Parameters (float32, of the trainer) as they are published: Hugging Face's names and layout, `dtype`, in host memory."""
+    named = {hf_name(place): variable[...] for place, variable in nnx.to_flat_state(stored(state, dtype))}
+    return jax.device_get(named)
 
 
 def save(
@@ -60,22 +77,20 @@ def save(
     dtype: str = "float32",
     eos_id: int | list[int] | None = None,
 ) -> None:
-    """Write config.json and model.safetensors into `directory`, which may exist and hold other files.
+    """Write config.json and the weights into `directory`, which may exist and hold other files.
 
     `params` is a model, or its nnx.Param state; tensors are stored as `dtype`, a key of DTYPES.
     """
     state = nnx.state(params, nnx.Param) if isinstance(params, Qwen3) else params
-    values = jax.device_get({path: variable[...] for path, variable in nnx.to_flat_state(state)})
-    tensors = {}
-    for path, value in values.items():
-        value = value.T if path[-1] == "kernel" else value  # Hugging Face stores [out, in]
-        tensors[hf_name(path)] = np.ascontiguousarray(value.astype(DTYPES[dtype]))
+    write(snapshot(state, dtype), spec, directory, eos_id)
+
+
+def write(tensors: Mapping[str, np.ndarray], spec: ModelSpec, directory: str | Path, eos_id: int | list[int] | None) -> None:
+    """`save`, of a snapshot."""
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    aside = target / f".{WEIGHTS}.{os.getpid()}"
-    save_file(tensors, aside, metadata={"format": "pt"})
-    os.replace(aside, target / WEIGHTS)
-    write_config(spec, target, dtype, eos_id)
+    tensorfiles.write(tensors, target)
+    write_config(spec, target, tensors[TOP_NAMES["embedding",]].dtype.name, eos_id)
 
 
 def write_config(spec: ModelSpec, directory: str | Path, dtype: str, eos_id: int | list[int] | None) -> None:
@@ -85,33 +100,63 @@ def write_config(spec: ModelSpec, directory: str | Path, dtype: str, eos_id: int
     os.replace(aside, Path(directory) / "config.json")
 
 
-def load(directory: str | Path) -> tuple[ModelSpec, nnx.State]:
-    """The spec and the float32 parameters (NumPy) of a model directory; `build` or nnx.update puts them into a model.
+def read(directory: str | Path) -> tuple[ModelSpec, dict[Place, np.ndarray]]:
+    """The spec and the stored parameters of a model directory, mapped and not copied: as long as they are used, its files
+    may be deleted, but not changed.
 
     Raises ModelError for a directory without weights and for tensors that are missing, extra or of another shape.
     """
     spec = ModelSpec.from_hf(read_config(directory))
-    tensors = dict(_tensors(Path(directory)))
-    flat = []
-    for path, variable in nnx.to_flat_state(abstract_state(spec)):
-        name = hf_name(path)
+    tensors = dict(tensorfiles.mapped(directory))
+    found = {}
+    for place, variable in nnx.to_flat_state(abstract_state(spec)):
+        name = hf_name(place)
         if name not in tensors:
             raise ModelError(f"{directory}: tensor {name} is missing; the weights do not belong to its config.json")
-        value = tensors.pop(name).astype(np.float32)
-        value = value.T if path[-1] == "kernel" else value
-        if value.shape != variable.shape:
+        wanted = variable.shape[::-1] if place[-1] == "kernel" else variable.shape
+        found[place] = value = tensors.pop(name)
+        if value.shape != wanted:
             raise ModelError(
-                f"{directory}: tensor {name} gives shape {value.shape}, config.json wants {variable.shape} (as [in, out]);"
+                f"{directory}: tensor {name} gives shape {value.shape}, config.json wants {wanted};"
                 " the weights do not belong to its config.json"
             )
-        flat.append((path, nnx.Param(np.ascontiguousarray(value))))
-        if path == ("embedding",) and spec.tie_embeddings and np.array_equal(tensors.get("lm_head.weight", ()), value):
+        if place == ("embedding",) and spec.tie_embeddings and np.array_equal(tensors.get("lm_head.weight", ()), value):
             del tensors["lm_head.weight"]  # some exporters store the tied head a second time
     if tensors:
         raise ModelError(
             f"{directory}: unknown tensor {min(tensors)} ({len(tensors)} in all); config.json describes no such part"
         )
+    return spec, found
+
+
+def load(directory: str | Path) -> tuple[ModelSpec, nnx.State]:
+    """The spec and the trainer's float32 parameters (NumPy, copies); `build` or nnx.update puts them into a model.
+
+    Raises ModelError as `read` does.
+    """
+    spec, tensors = read(directory)
+    flat = [
+        (place, nnx.Param(np.array(value.T if place[-1] == "kernel" else value, np.float32, order="C")))
+        for place, value in tensors.items()
+    ]
     return spec, nnx.from_flat_state(flat)
+
+
+def on_device(tensors: Mapping[Place, np.ndarray], dtype: str) -> nnx.State:
+    """Stored parameters of `read` as an engine computes with them. On a CPU those that have `dtype` stay in the mapped file."""
+    values = jax.device_put([np.asarray(value, DTYPES[dtype]) for value in tensors.values()])
+    jax.block_until_ready(values)
+    return nnx.from_flat_state([(place, nnx.Param(value)) for place, value in zip(tensors, values, strict=True)])
+
+
+def build_stored(spec: ModelSpec, params: nnx.State, dtype: str) -> Qwen3:
+    """A model for engines, around stored parameters."""
+    model = nnx.eval_shape(lambda: Qwen3(spec, rngs=nnx.Rngs(0), dtype=DTYPES[dtype]))
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            module.transposed = True
+    nnx.update(model, params)
+    return model
 
 
 def build(spec: ModelSpec, state: nnx.State, dtype: str = "float32", remat: bool = False) -> Qwen3:
@@ -136,28 +181,3 @@ def random_state(spec: ModelSpec, seed: int = 0) -> nnx.State:
         return generator.normal(0, 0.02, leaf.shape).astype(np.float32)
 
     return jax.tree.map(draw, abstract_state(spec))
-
-
-def weight_files(directory: str | Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises ModelError when there are none, or one of the index is gone."""
-    folder = Path(directory)
-    names = [WEIGHTS]
-    if (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder / INDEX} has no weight_map of files ({error!r}); copy it again") from error
-    for name in names:
-        if not (folder / name).is_file():
-            raise ModelError(f"{directory} has no weights: {name} is missing; copy it there, or start from random weights")
-    return [folder / name for name in names]
-
-
-def _tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    for path in weight_files(directory):
-        try:
-            with safe_open(path, "np") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"{path} is not a safetensors file: {error}; write it again") from error

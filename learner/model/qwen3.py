@@ -51,14 +51,23 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """`x @ kernel` without bias; kernel [in, out], in the dtype of x. Starts normal with variance scale²/in."""
+    """`x @ kernel` without bias; kernel [in, out], in the dtype of x. Starts normal with variance scale²/in.
+
+    `transposed`: kernel is [out, in], as model files have it; engines then compute on a file as it is.
+    """
 
     def __init__(self, size_in: int, size_out: int, rngs: nnx.Rngs, scale: float = 1.0) -> None:
         deviation = scale * size_in**-0.5
         self.kernel = nnx.Param(deviation * jax.random.normal(rngs.params(), (size_in, size_out), jnp.float32))
+        self.transposed = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.kernel[...].astype(x.dtype)
+        kernel = self.kernel[...].astype(x.dtype)
+        if not self.transposed:
+            return x @ kernel
+        # The kernel first: in bfloat16 on a CPU, XLA is up to twice as fast as with `x @ kernel.T`.
+        turned = jax.lax.dot_general(kernel, x, (((1,), (x.ndim - 1,)), ((), ())))  # [out, ...]
+        return jnp.moveaxis(turned, 0, -1)
 
 
 class Attention(nnx.Module):

@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
+from common import keys
 from learner.model.spec import ModelError, ModelSpec, eos_ids, read_config
 
 log = logging.getLogger("learner.serving")
@@ -42,6 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prefill-slots", type=int, default=8, help="slots per prefill dispatch")
     parser.add_argument("--widths", default="", help="attended widths, rising, the last is --max-length; comma-separated")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--api-key-file", type=Path, help="file with the key that every call but /health needs; none: no key")
     parser.add_argument("--weight-version", default="default", help="reported until the first update")
     args = parser.parse_args(arguments)
     for name in ("slots", "max_length", "decode_chunk", "prefill_chunk", "prefill_slots"):
@@ -90,7 +92,7 @@ async def serve(args: argparse.Namespace, spec: ModelSpec, eos: tuple[int, ...],
     )
     served = Served(spec, eos, shape, args.dtype, args.model_path, args.load_format, args.weight_version)
     server = Server(_model(args, spec), served)
-    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    runner = web.AppRunner(server.app(args.key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.SockSite(runner, sock).start()
     stopping = asyncio.Event()
@@ -113,15 +115,13 @@ async def serve(args: argparse.Namespace, spec: ModelSpec, eos: tuple[int, ...],
 
 
 def _model(args: argparse.Namespace, spec: ModelSpec):  # noqa: ANN202 - the type would import JAX
-    from flax import nnx
-
     from learner.model import hf
-    from learner.serving.api import params_of
 
-    state = hf.random_state(spec) if args.load_format == "dummy" else hf.load(args.model_path)[1]
-    model = hf.build(spec, state, args.dtype)
-    nnx.update(model, params_of(state, args.dtype))
-    return model
+    if args.load_format == "dummy":
+        params = hf.stored(hf.random_state(spec), args.dtype)
+    else:
+        params = hf.on_device(hf.read(args.model_path)[1], args.dtype)
+    return hf.build_stored(spec, params, args.dtype)
 
 
 def main(arguments: list[str]) -> int:
@@ -129,13 +129,14 @@ def main(arguments: list[str]) -> int:
     logging.getLogger("jax").setLevel(logging.WARNING)  # it looks for TPUs, and says so when there are none
     try:
         args = parse(arguments)
+        args.key = keys.read(args.api_key_file) if args.api_key_file else ""
         config = read_config(args.model_path)
         spec = ModelSpec.from_hf(config)
         if args.load_format == "auto" and not list(Path(args.model_path).glob("*.safetensors")):
             raise ModelError(f"{args.model_path} has no weights (*.safetensors); copy them there, or use --load-format dummy")
         with bind(args.host, args.port) as sock:
             return asyncio.run(serve(args, spec, eos_ids(config), sock))
-    except (UsageError, ModelError) as error:
+    except (UsageError, ModelError, keys.KeyFileError) as error:
         print(f"polyturn: error: {error}", file=sys.stderr)
         return 2
 

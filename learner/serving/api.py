@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-import jax
-import numpy as np
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from flax import nnx
 
+from common import keys
 from learner.model import hf
 from learner.model.qwen3 import Qwen3
 from learner.model.spec import ModelError, ModelSpec
@@ -49,13 +49,11 @@ class Served:
     weight_version: str
 
 
-def params_of(state: nnx.State, dtype: str) -> nnx.State:
-    """Parameters as the engine keeps them: on the device, in the compute dtype."""
-    return jax.tree.map(lambda value: jax.numpy.asarray(np.asarray(value, hf.DTYPES[dtype])), state)
-
-
 class Server:
-    """Endpoints over one engine. Make it inside a running loop, `start` it, serve `app`, `close` it."""
+    """Endpoints over one engine. Make it inside a running loop, `start` it, serve `app`, `close` it.
+
+    `model` is of hf.build_stored: its parameters lie as those of an update do.
+    """
 
     def __init__(self, model: Qwen3, served: Served) -> None:
         self._served = served
@@ -72,8 +70,9 @@ class Server:
     def close(self) -> None:
         self.engine.stop()
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY)
+    def app(self, key: str = "") -> web.Application:
+        """With a key, every call but /health needs it, as in SGLang with --api-key."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_guard(key)])
         for path, post in {
             "/generate": self.generate,
             "/update_weights_from_disk": self.update_weights,
@@ -136,7 +135,8 @@ class Server:
     # ---- weights ------------------------------------------------------------------------------------------
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """Load beside the running engine, then swap between two dispatches."""
+        """Load beside the running engine, then swap between two dispatches. On a CPU the new weights are the mapped file, so
+        old and new ones together are all the memory it takes."""
         body = await _body(http)
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str) or not path:
@@ -164,11 +164,11 @@ class Server:
         return _json({"success": True, "message": message, "num_paused_requests": running})
 
     def _load(self, path: str) -> nnx.State:
-        spec, state = hf.load(path)
+        spec, tensors = hf.read(path)
         ours = replace(self._served.spec, max_positions=spec.max_positions)
         if spec != ours:
             raise ModelError(f"{path} is another model: it has {spec}, this engine serves {ours}")
-        return params_of(state, self._served.dtype)
+        return hf.on_device(tensors, self._served.dtype)
 
     async def pause(self, http: web.Request) -> web.Response:
         mode = (await _body(http)).get("mode", "abort")
@@ -282,6 +282,18 @@ async def _body(http: web.Request) -> dict[str, Any]:
 
 
 Endpoint = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def _guard(key: str) -> Middleware:
+    """Lets in who shows `key`."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith("/health") or keys.shown(request.headers.get("Authorization", ""), key):
+            return await handler(request)
+        return _json({"error": {"message": "Unauthorized: the call shows no key, or another than this engine's"}}, 401)
+
+    return check
 
 
 def _answering_bad_requests(endpoint: Endpoint) -> Endpoint:

@@ -215,12 +215,17 @@ class Engine:
             count = min(self.shape.prefill_rows, self.shape.rows - len(self._rows), len(self._waiting))
             rows = [self._place(self._waiting.popleft()) for _ in range(count)]
             self._rows += rows
+            for row in rows:
+                if row.request.scored:
+                    self._score(row)
             while rows := [row for row in rows if row.filled < len(row.sequence) - 1]:
                 self._prefill(rows)
 
     def _place(self, request: Request) -> _Row:
+        """The last token is never taken from the cache: decoding starts with it. Nor is one whose logits are asked for."""
         sequence = request.sequence()
-        slot, source, common = self._slots.take(sequence)
+        usable = request.prompt_from if request.scored else len(sequence) - 1
+        slot, source, common = self._slots.take(sequence, usable)
         if source != slot:
             self._programs.copy(source, slot)
         if request.cached_tokens < 0:
@@ -242,6 +247,23 @@ class Engine:
             self._slots.extend(row.slot, part)
             row.filled = end
         self._programs.prefill(self._params, slots, ids, positions, shape.width(max(row.filled for row in rows)))
+
+    def _score(self, row: _Row) -> None:
+        """The whole prefill of one row, with the logprobs of its prompt. No command comes between, so one version makes all."""
+        request, chunk = row.request, self.shape.prefill_chunk
+        last = len(row.sequence) - 1
+        made: list[float] = []
+        while row.filled < last:
+            start, end = row.filled, min(row.filled + chunk, last)
+            ids, targets = np.zeros((2, chunk), np.int32)
+            positions = np.full(chunk, self.shape.max_length, np.int32)
+            ids[: end - start] = row.sequence[start:end]
+            targets[: end - start] = row.sequence[start + 1 : end + 1]
+            positions[: end - start] = np.arange(start, end)
+            made += self._programs.score(self._params, row.slot, ids, positions, targets)[: end - start].tolist()
+            self._slots.extend(row.slot, row.sequence[start:end])
+            row.filled = end
+        request.prompt_logprobs = made[len(made) - (last - request.prompt_from) :]
 
     def _decode(self) -> None:
         if not self._rows:

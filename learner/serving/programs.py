@@ -1,4 +1,5 @@
-"""The engine's compiled programs: prefill, copy, decode. Static shapes, one compilation per attended width.
+"""The engine's compiled programs: prefill, score, copy, decode. Static shapes; one compilation per attended width, where the
+width matters.
 
 Nothing here knows requests. A row without work has `left` 0, or positions past the cache: its writes are dropped.
 
@@ -75,6 +76,7 @@ class Programs:
         self._graph = nnx.graphdef(model)
         self.cache = model.empty_cache(shape.cache_slots, shape.max_length)
         self._prefill = jax.jit(self._prefill_program, static_argnums=5, donate_argnums=1)
+        self._score = jax.jit(self._score_program, donate_argnums=1)
         self._copy = jax.jit(_copy_program, donate_argnums=0)
         self._decode = jax.jit(self._decode_program, static_argnums=4, donate_argnums=1)
 
@@ -88,6 +90,7 @@ class Programs:
         slots = np.zeros(shape.prefill_rows, np.int32)
         ids = np.zeros((shape.prefill_rows, shape.prefill_chunk), np.int32)
         self.copy(0, 0)
+        self.score(params, 0, ids[0], np.full_like(ids[0], shape.max_length), ids[0])
         for width in shape.widths:
             self.prefill(params, slots, ids, np.full_like(ids, shape.max_length), width)
             self.decode(params, rows, quota=1, width=width)
@@ -95,6 +98,14 @@ class Programs:
     def prefill(self, params: nnx.State, slots: np.ndarray, ids: np.ndarray, positions: np.ndarray, width: int) -> None:
         """Write the keys of ids [P, C] at positions [P, C] (max_length: no token there) of slots [P]."""
         self.cache = self._prefill(params, self.cache, slots, ids, positions, width)
+
+    def score(self, params: nnx.State, slot: int, ids: np.ndarray, positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """A prefill of one row: ids [C] at positions [C] of a slot. Comes back: log p [C] of targets [C], the tokens that follow.
+
+        Of softmax(logits), whatever temperature the request samples at: as SGLang has it.
+        """
+        self.cache, logprobs = self._score(params, self.cache, np.int32(slot), ids, positions, targets)
+        return jax.device_get(logprobs)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a whole slot."""
@@ -110,6 +121,14 @@ class Programs:
     ) -> Cache:
         _, cache = nnx.merge(self._graph, params).cached(ids, cache, CacheWindow(slots, positions, width))
         return cache
+
+    def _score_program(
+        self, params: nnx.State, cache: Cache, slot: jax.Array, ids: jax.Array, positions: jax.Array, targets: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        model = nnx.merge(self._graph, params)
+        hidden, cache = model.cached(ids[None], cache, CacheWindow(slot[None], positions[None], self.shape.max_length))
+        logprobs = jax.nn.log_softmax(model.logits(hidden[0]), axis=-1)
+        return cache, jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
 
     def _decode_program(
         self, params: nnx.State, cache: Cache, rows: DecodeRows, quota: jax.Array, width: int

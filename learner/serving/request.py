@@ -13,6 +13,7 @@ import numpy as np
 
 from common.types import ids_array
 
+NO_PROMPT = -1  # SGLang's logprob_start_len without prompt logprobs
 STOPS = 16  # stop tokens per request: a static size of the decode program
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
@@ -63,9 +64,11 @@ class Request:
     seed: int  # uint32
     stops: tuple[int, ...]
     return_logprob: bool
+    prompt_from: int = NO_PROMPT  # the first prompt token whose successors' logprobs are asked for
 
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # of the prompt tokens after `prompt_from`
     switches: list[tuple[str, int]] = field(default_factory=list)  # (version, first output token made by it)
     cached_tokens: int = -1  # of the first admission; -1 before it
     retractions: int = 0
@@ -76,6 +79,11 @@ class Request:
     def sequence(self) -> np.ndarray:
         """Prompt and output so far, int32."""
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
+
+    @property
+    def scored(self) -> bool:
+        """Prompt logprobs are asked for and still to be made: with the weights that sample the first token."""
+        return self.prompt_from != NO_PROMPT and not self.output
 
     def append(self, ids: list[int], logprobs: list[float], version: str) -> None:
         """Take sampled tokens, and finish on the length or on a stop token (in this order, as SGLang does)."""
@@ -111,11 +119,18 @@ class Request:
             "response_sent_to_client_ts": time.time(),
         }
         if self.return_logprob:
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = self._prompt_pairs()
             pairs = zip(self.logprobs, self.output, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
             meta["output_token_logprobs_length"] = len(self.output)
         return {"output_ids": self.output, "meta_info": meta}
+
+    def _prompt_pairs(self) -> list[list[Any]]:
+        """SGLang's form: nothing predicts the first one."""
+        if not self.output or self.prompt_from == NO_PROMPT:
+            return []
+        pairs = zip([None, *self.prompt_logprobs], self.prompt[self.prompt_from :].tolist(), strict=True)
+        return [[logprob, token, None] for logprob, token in pairs]
 
 
 def read_generate(body: Any, limits: RequestLimits) -> tuple[list[Request], bool]:
@@ -129,8 +144,8 @@ def read_generate(body: Any, limits: RequestLimits) -> tuple[list[Request], bool
             raise BadRequest(f"{option} is not supported by this engine; leave it out.")
     if body.get("stream"):
         raise BadRequest("stream=true is not supported by this engine; leave it out.")
-    if body.get("top_logprobs_num") or body.get("logprob_start_len", -1) not in (-1, None):
-        raise BadRequest("Only logprobs of sampled tokens are supported: leave top_logprobs_num and logprob_start_len out.")
+    if body.get("top_logprobs_num"):
+        raise BadRequest("Only logprobs of the tokens themselves are supported: leave top_logprobs_num out.")
     ids = body.get("input_ids")
     if ids is None:
         raise BadRequest("Either text, input_ids or input_embeds should be provided.")
@@ -141,13 +156,26 @@ def read_generate(body: Any, limits: RequestLimits) -> tuple[list[Request], bool
     rids = _spread(body.get("rid"), len(prompts), batched, "rid")
     params = _spread(body.get("sampling_params"), len(prompts), batched, "sampling_params")
     logprob = _spread(body.get("return_logprob"), len(prompts), batched, "return_logprob")
+    starts = _spread(body.get("logprob_start_len"), len(prompts), batched, "logprob_start_len")
     if batched and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}_{index}" for index in range(len(prompts))]
-    requests = [
-        _read_one(prompt, rid, param, bool(want), limits)
-        for prompt, rid, param, want in zip(prompts, rids, params, logprob, strict=True)
-    ]
+    requests = [_read_one(prompt, rid, param, limits) for prompt, rid, param in zip(prompts, rids, params, strict=True)]
+    for request, want, start in zip(requests, logprob, starts, strict=True):
+        request.return_logprob = bool(want)
+        request.prompt_from = _prompt_from(start, request) if want else NO_PROMPT
     return requests, batched
+
+
+def _prompt_from(start: Any, request: Request) -> int:
+    if start is None or (type(start) is int and start in (NO_PROMPT, len(request.prompt))):
+        return NO_PROMPT
+    if type(start) is not int or not 0 <= start < len(request.prompt):
+        raise BadRequest(
+            f"logprob_start_len is {start!r}; send an integer in 0..{len(request.prompt)}, or -1 for no prompt logprobs."
+        )
+    if not request.max_new_tokens:
+        raise BadRequest("max_new_tokens is 0; logprobs of the prompt come with at least one sampled token.")
+    return start
 
 
 def _spread(value: Any, count: int, batched: bool, name: str) -> list[Any]:
@@ -161,7 +189,7 @@ def _spread(value: Any, count: int, batched: bool, name: str) -> list[Any]:
     return value
 
 
-def _read_one(prompt: Any, rid: Any, params: Any, return_logprob: bool, limits: RequestLimits) -> Request:
+def _read_one(prompt: Any, rid: Any, params: Any, limits: RequestLimits) -> Request:
     params = params or {}
     if not isinstance(params, dict):
         raise BadRequest(f"sampling_params is {type(params).__name__}; it must be an object.")
@@ -187,7 +215,7 @@ def _read_one(prompt: Any, rid: Any, params: Any, return_logprob: bool, limits: 
         temperature=float(temperature) if temperature >= 1e-6 else 0.0,  # SGLang's bound for greedy
         seed=secrets.randbits(32) if seed is None else _integer(params, "sampling_seed", 0, 0, 2**32 - 1),
         stops=_stops(params, limits),
-        return_logprob=return_logprob,
+        return_logprob=False,
     )
 
 

@@ -30,14 +30,13 @@ class SlotTable:
     def held_tokens(self) -> int:
         return int(self._held.sum())
 
-    def take(self, sequence: np.ndarray) -> Placement:
-        """A slot for `sequence` [T], with as much of it as any slot holds.
+    def take(self, sequence: np.ndarray, usable: int) -> Placement:
+        """A slot for `sequence` [T], with as much of its first `usable` tokens as any slot holds.
 
         A request continues in the slot whose tokens it extends. Otherwise it gets the slot that was free for longest,
         and the shared prefix is copied there: the owner of the longest match may still come back for the rest of it.
-        The last token is never taken from the cache: decoding starts with it. Raises ValueError when all are busy.
+        Raises ValueError when all are busy.
         """
-        usable = len(sequence) - 1
         equal = self._ids[:, :usable] == sequence[:usable]
         lengths = np.where(equal.all(axis=1), usable, equal.argmin(axis=1)) if usable else np.zeros(len(self._held), np.int64)
         common = np.minimum(lengths, self._held)

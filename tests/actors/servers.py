@@ -16,6 +16,7 @@ from actors.codec import ByteLevelCodec, ModelFiles
 from actors.conversation import Conversation
 from actors.engines import Engines
 from actors.envs import Envs
+from actors.places import PlaceRules
 from actors.rollout import run_rollout
 from actors.summaries import Summaries
 from actors.toolcalls.turns import TurnParser
@@ -132,8 +133,8 @@ async def toy_parts(addresses: list[str], engines: list[EngineInfo], chat: Conve
 async def parts_of(
     chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo]
 ) -> AsyncIterator[Parts]:
-    client, envs, summaries = Engines(vocabulary, timeout_s=20.0), Envs(addresses), Summaries()
-    client.update(engines)
+    client, envs, summaries = Engines(vocabulary, 20.0, PlaceRules(64)), Envs(addresses), Summaries()
+    client.places.update(engines)
     try:
         parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
         yield Parts(chat, parser, vocabulary, client, envs, summaries)

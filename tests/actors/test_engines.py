@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from actors.agents import Wait
-from actors.engines import Engines
+from actors.engines import NEUTRAL, Engines, EngineUnavailable, Generation, Request
+from actors.places import PlaceRules
 from actors.rollout import run_rollout
 from common.seeds import turn_seed
-from common.types import EngineInfo, Finish, Status, VersionRun
+from common.types import Finish, Status, VersionRun
 from common.validate import Vocabulary
+from learner.engine_api import EngineApi
 from tests.actors.servers import ScriptedDomain, answer, assignment, env_server, play, prompts, ready, toy_parts, turns
 from tests.actors.toy import toy_chat
-from tests.fakes import DROP, Answer, FakeEngine
+from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
+from tests.processes import eventually
 
 
 async def test_an_engine_that_dies_is_replaced_by_another() -> None:
@@ -107,22 +113,152 @@ async def test_076_an_engine_abort_is_resumed_and_bounded() -> None:
     assert "8 tries of one turn" in record.flags[0]
 
 
-async def test_a_rollout_stays_on_its_engine_while_that_is_ready() -> None:
-    engines = Engines(Vocabulary(384, 356), timeout_s=1.0)
+# ---- one request, and every way it can end -------------------------------------------------------------------------------
 
-    def table(*rows: tuple[str, int]) -> None:
-        url = "http://127.0.0.1:9"
-        engines.update(EngineInfo(f"engine-{n}", url, "main", version, state) for n, (state, version) in enumerate(rows))
 
-    table(("ready", 1), ("ready", 1))
-    assert (await engines.pick("engine-1")).name == "engine-1"
-    assert (await engines.pick("")).name == "engine-0"
-    table(("ready", 2), ("updating", 1))
-    assert (await engines.pick("engine-1")).name == "engine-0"
-    table(("ready", 0), ("quarantined", 1))  # version 0: no published weights yet
-    assert engines.ready() == []
-    waiting = asyncio.create_task(engines.pick("engine-1"))
-    await asyncio.sleep(0)
-    table(("ready", 0), ("ready", 3))
-    assert (await waiting).version == 3
-    await engines.close()
+@asynccontextmanager
+async def client(*engines: FakeEngine, timeout_s: float = 20.0, concurrency: int = 8) -> AsyncIterator[Engines]:
+    """At the end nothing is in flight, here or there."""
+    found = Engines(Vocabulary(384, 356), timeout_s, PlaceRules(concurrency))
+    found.places.update(ready(*engines))
+    try:
+        yield found
+        assert +found.places.in_flight == {}
+        await eventually(lambda: all(not engine.running and not engine.waiting for engine in engines))
+    finally:
+        await found.close()
+
+
+async def ask(engines: Engines, rid: str = "r", most: int = 4) -> Generation:
+    async with engines.places.take("", "main", lambda name, on: None) as engine:
+        return await engines.generate(engine, Request(rid, np.array([5], np.int32), most, 1.0, (), 1))
+
+
+def generations(engine: FakeEngine) -> int:
+    return [path for path, _ in engine.calls].count("/generate")
+
+
+def endless(prompt: list[int], sampling: dict) -> list[int]:
+    return [7] * sampling["max_new_tokens"]
+
+
+async def test_a_request_says_everything_that_changes_the_distribution() -> None:
+    with FakeEngine() as engine:
+        async with client(engine) as engines:
+            await ask(engines)
+        assert NEUTRAL.items() <= engine.calls[0][1]["sampling_params"].items()
+
+
+async def test_a_lost_connection_is_not_tried_again_by_the_library() -> None:
+    """Not even one that was kept open: aiohttp repeats what is idempotent, and a POST is not."""
+    with FakeEngine() as engine:
+        engine.script("/generate", Answer(200, answer([6], "length")), DROP)
+        async with client(engine) as engines:
+            await ask(engines)
+            with pytest.raises(EngineUnavailable, match="ServerDisconnected"):
+                await ask(engines)
+        assert generations(engine) == 2
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    with FakeEngine() as engine, FakeEngine() as other:
+        engine.script("/generate", Answer(307, {"error": {"message": "elsewhere"}}))
+        record = await play(assignment(["done"]), engine)
+        assert other.calls == []
+    assert record.flags[0].startswith("reason:EngineRefused: engine-0 answered HTTP 307")
+
+
+async def test_a_caller_that_is_cancelled_ends_its_request() -> None:
+    with FakeEngine(reply=endless, token_s=0.01) as engine:
+        async with client(engine) as engines:
+            asking = asyncio.create_task(ask(engines, "mine", 300))
+            await eventually(lambda: engine.running)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        assert ("/abort_request", {"rid": "mine"}) in engine.calls
+
+
+async def test_a_request_that_takes_too_long_gives_back_what_it_has() -> None:
+    with FakeEngine(reply=endless, token_s=0.01) as engine:
+        async with client(engine, timeout_s=0.3) as engines:
+            part = await ask(engines, "long", 300)
+        assert (part.finish, set(part.ids)) == (Finish.ABORT, {7})
+        assert part.versions == (VersionRun(0, 1, "engine-0", "main"),)
+
+
+async def test_a_pause_that_takes_too_long_gives_back_what_was_sampled_before_it() -> None:
+    with FakeEngine(reply=endless, token_s=0.01) as engine:
+        async with client(engine, timeout_s=0.5) as engines:
+            asking = asyncio.create_task(ask(engines, "paused", 300))
+            await eventually(lambda: engine.running and engine.running[0].output)
+            await asyncio.to_thread(EngineApi(engine.url).pause)
+            part = await asking
+        assert part.finish == Finish.ABORT
+        assert part.ids
+
+
+async def test_an_abort_of_all_gives_back_what_there_is() -> None:
+    with FakeEngine(reply=endless, token_s=0.01) as engine:
+        async with client(engine) as engines:
+            asking = [asyncio.create_task(ask(engines, f"r{n}", 300)) for n in range(4)]
+            await eventually(lambda: len(engine.running) == 4)
+            await asyncio.to_thread(EngineApi(engine.url).abort_all)
+            assert {(await part).finish for part in asking} == {Finish.ABORT}
+
+
+async def test_an_engine_that_restarts_in_the_middle_is_unavailable() -> None:
+    with FakeEngine(reply=endless, token_s=0.01) as engine:
+        async with client(engine) as engines:
+            asking = asyncio.create_task(ask(engines, most=300))
+            await eventually(lambda: engine.running)
+            await asyncio.to_thread(engine.restart)
+            with pytest.raises(EngineUnavailable):
+                await asking
+
+
+async def test_a_connection_that_is_lost_is_followed_by_an_abort() -> None:
+    """An engine behind a broken connection may not have seen it break."""
+    with FakeEngine() as engine:
+        engine.script("/generate", LOSE)
+        async with client(engine) as engines:
+            with pytest.raises(EngineUnavailable):
+                await ask(engines, "lost")
+            await eventually(lambda: ("/abort_request", {"rid": "lost"}) in engine.calls)
+
+
+ENDS = [HANG, DROP, LOSE, Answer(503), Answer(429), Answer(200, {"text": ""}), Answer(400), "cancel", "abort", "pause", "restart"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_after_anything_nothing_is_in_flight_and_a_new_request_is_served(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with FakeEngine(reply=endless, token_s=0.002) as first, FakeEngine(reply=endless, token_s=0.002) as second:
+        async with client(first, second, timeout_s=1.0, concurrency=2) as engines:
+            asking = [asyncio.create_task(ask(engines, f"r{n}", int(rng.integers(1, 300)))) for n in range(12)]
+            for end in rng.choice(len(ENDS), 8):
+                await asyncio.sleep(float(rng.uniform(0, 0.1)))
+                await happen(ENDS[end], (first, second)[rng.integers(2)], asking[rng.integers(12)])
+            for each in await asyncio.gather(*asking, return_exceptions=True):
+                if isinstance(each, Generation):
+                    assert len(each.ids) == len(each.logprobs)
+            first.unscript()
+            second.unscript()
+            engines.places.update(ready(first, second))
+            assert (await ask(engines, "fresh")).ids == [7] * 4
+
+
+async def happen(end: Answer | str, engine: FakeEngine, asking: asyncio.Task) -> None:
+    match end:
+        case "cancel":
+            asking.cancel()
+        case "abort":
+            await asyncio.to_thread(EngineApi(engine.url).abort_all)
+        case "pause":
+            await asyncio.to_thread(EngineApi(engine.url).pause)
+            asyncio.get_running_loop().call_later(0.2, lambda: setattr(engine, "paused", False))
+        case "restart":
+            await asyncio.to_thread(engine.restart)
+            ready(engine)
+        case _:
+            engine.script("/generate", end)

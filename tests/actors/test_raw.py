@@ -139,6 +139,6 @@ async def test_stop_strings_of_the_sampling_are_looked_for_too() -> None:
         asked = assignment(["done"])
         asked = replace(asked, sampling=replace(asked.sampling, stop=("</tool_call>",)))
         record = await play(asked, engine)
-        assert all("stop" not in body["sampling_params"] for path, body in engine.calls if path == "/generate")
+        assert all(not body["sampling_params"].get("stop") for path, body in engine.calls if path == "/generate")
     assert record.steps[0].action_ids.tolist() == [7, 11]
     assert (record.steps[0].finish, record.status) == (Finish.STOP, Status.TERMINATED)

@@ -164,6 +164,8 @@ class EncodesPromptsAgain(Liar):
 class EncodesPromptsAgainAndHidesIt(EncodesPromptsAgain):
     def tell(self, body, answer, meta) -> None:
         meta["prompt_tokens"] = len(body["input_ids"])
+        if meta["input_token_logprobs"]:
+            meta["input_token_logprobs"] = [[-1.0, i, None] for i in body["input_ids"]]
 
 
 class CountsOneMore(Liar):
@@ -261,6 +263,15 @@ class Sglang(Liar):
                 pairs = [[-1.0, i, None] for i in self.echoed(body["input_ids"])]
                 answer["meta_info"]["input_token_logprobs"] = [[None, *pairs[0][1:]], *pairs[1:]]
         return status, answer
+
+
+class ListsNoPrompts(Liar):
+    """Honest, but it has no logprobs of prompts."""
+
+    def post(self, path, body):
+        if "logprob_start_len" in body:
+            return 400, {"error": {"message": "leave logprob_start_len out"}}
+        return super().post(path, body)
 
 
 class SglangWithoutVersions(Sglang):

@@ -15,7 +15,6 @@ from tests.certify import liars
 from tests.certify.conftest import REPOSITORY, TINY, make_model
 
 LEARNED = {"logprobs: temperature 1", "logprobs: temperature 0.7", "non-canonical: continuation"}
-ECHO = "non-canonical: echo"
 
 
 def test_an_honest_engine_is_certified_with_evidence_in_each_row(model, engine, tmp_path) -> None:
@@ -26,9 +25,8 @@ def test_an_honest_engine_is_certified_with_evidence_in_each_row(model, engine, 
     told = json.loads((tmp_path / "rows.json").read_text())
     rows = {row["check"]: row for row in told["rows"]}
     assert told["passed"]
-    assert {check for check, row in rows.items() if row["verdict"] == "not run"} == {ECHO}
-    assert all(re.search(r"\d", row["evidence"]) for check, row in rows.items() if check != ECHO)
-    assert "Only logprobs of sampled tokens are supported" in rows[ECHO]["reason"]
+    assert not [check for check, row in rows.items() if row["verdict"] == "not run"]
+    assert all(re.search(r"\d", row["evidence"]) for row in rows.values())
     groups = {check.partition(":")[0] for check in rows}
     assert groups >= {
         "identity",
@@ -50,7 +48,7 @@ def test_an_honest_engine_is_certified_with_evidence_in_each_row(model, engine, 
     assert float(gap[3]) > 0.1
     assert "1017 after" in rows["stops: end token"]["evidence"]
     assert all(check in done.stdout for check in rows)
-    assert "token-exact: 32 pass" in done.stdout
+    assert "token-exact: 33 pass" in done.stdout
 
 
 def test_help_comes_at_once() -> None:

@@ -45,7 +45,10 @@ def test_a_lie_fails_its_rows_and_no_others(lie, failed, words, model, engine, c
     ("lie", "least"),
     [
         (liars.EncodesSamplesAgain, {*LOGPROBS, CONTINUATION, "stops: length"}),
-        (liars.EncodesPromptsAgain, {"prefix: sampled turns", "non-canonical: prompt", COUNTS, CONTINUATION}),
+        (
+            liars.EncodesPromptsAgain,
+            {"prefix: sampled turns", "non-canonical: prompt", "non-canonical: echo", COUNTS, CONTINUATION},
+        ),
         (liars.CutsEarly, {"stops: length"}),
         (liars.CallsEverythingAStop, {"stops: length", "stops: one token"}),
     ],
@@ -55,6 +58,13 @@ def test_a_lie_that_shows_in_many_places(lie, least, model, engine, codec, certi
         found = certified(model, liar.url)
     assert found.status == 1
     assert least <= found.named("FAIL")
+
+
+def test_an_engine_that_lists_no_prompts_is_certified_without_that_row(model, engine, codec, certified) -> None:
+    with liars.ListsNoPrompts(engine, codec) as liar:
+        found = certified(model, liar.url)
+    assert (found.status, found.named("not run")) == (0, {"non-canonical: echo"})
+    assert "leave logprob_start_len out" in found.rows["non-canonical: echo"]["reason"]
 
 
 def test_rows_without_usable_samples_are_not_run_and_refuse_the_certificate(model, engine, codec, certified) -> None:

@@ -142,10 +142,16 @@ def started(folder, **tables):
     """A control plane in the RL phase, with version 1 on a ready engine."""
     clock, events = Clock(), EventLog()
     control = make_control(folder, clock, events, **tables)
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_rl()
     return control, clock, events
+
+
+def publish(control: Control, version: int, update: int) -> None:
+    """`version` is known, and proven on engine-0."""
+    control.published(version, update)
+    control.proofs.passed("engine-0", version)
 
 
 def lease(control, capacity=100, actor="actor-0") -> list[Assignment]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.convert import trajectory_bytes
-from common.types import ContextKind, ContextPolicy, Sampling, Source, Status, StepKind, Task, ids_array, spans_of
+from common.types import ContextKind, ContextPolicy, Sampling, Source, Status, StepKind, Task, VersionRun, ids_array, spans_of
 from common.validate import RecordError
 from learner.assignments import EveryRolloutFails, check_assignment
 from learner.inbox import frames
@@ -20,6 +20,7 @@ from tests.control.scripted import (
     hand_in,
     lease,
     make_control,
+    publish,
     started,
     step,
     trajectory,
@@ -35,7 +36,7 @@ def test_nothing_is_handed_out_without_a_ready_engine_with_young_weights(tmp_pat
     assert lease(control) == []  # no engine at all
     control.set_engines([engine(1)])
     assert lease(control) == []  # 096: an engine with weights that this timeline never published
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1, "updating")])
     assert lease(control) == []
     control.set_engines([engine(1)])
@@ -53,7 +54,7 @@ def test_weights_beyond_max_lag_serve_no_training(tmp_path):
         control.commit(batch)
     assert control.ledger.lag(1) == 2
     assert lease(control) == []
-    control.published(2, 2)
+    publish(control, 2, 2)
     control.set_engines([engine(2)])
     assert len(lease(control)) == 4  # one update is left: 2 groups
 
@@ -292,3 +293,47 @@ def test_a_failures_reason_is_told_in_full(tmp_path):
     why = "RolloutError: a turn of the reference takes 16 tokens, limits.max_new_tokens is 12; that is more than 80 characters"
     hand_in(control, failed(a, why))
     assert [event["reason"] for event in events.of("rollout_failed")] == [why]
+
+
+# ---- unproven weights --------------------------------------------------------------------------------------
+
+
+def test_tokens_of_an_engine_that_is_not_proven_wait_at_the_door(tmp_path):
+    control, _, _ = started(tmp_path)
+    control.published(2, 0)
+    control.proofs.began("engine-0", 2)
+    mine = lease(control, 2)
+    assert hand_in(control, trajectory(mine[0], version=2)) == "UNPROVEN"
+    assert hand_in(control, trajectory(mine[1])) == "STORED"  # of version 1
+    assert control.counts()["open"] == 2
+    control.proofs.passed("engine-0", 2)
+    assert hand_in(control, trajectory(mine[0], version=2)) == "STORED"
+
+
+def test_tokens_of_weights_that_failed_their_canary_are_never_trained_and_the_rollout_is_played_again(tmp_path):
+    control, clock, events = started(tmp_path)
+    control.published(2, 0)
+    control.proofs.began("engine-0", 2)
+    mine = lease(control, 1)[0]
+    clock.now += 1
+    control.proofs.failed("engine-0", 2, "its canary differs")
+    control.proofs.began("engine-0", 2)
+    control.proofs.passed("engine-0", 2)  # at the second try: what was sampled before is nobody's
+    clock.now += 1
+    assert hand_in(control, trajectory(mine, version=2)) == "STORED"  # the actor may forget it
+    assert [(e["reason"], e["detail"], e["again"]) for e in events.of("rollout_failed")] == [
+        ("unproven_weights", "version 2 on engine-0: its canary differs", True)
+    ]
+    again = lease(control, 1)[0]
+    assert (again.rollout_id, again.attempt) == (mine.rollout_id, 2)
+    assert hand_in(control, trajectory(again, version=2)) == "STORED"
+    assert control.counts()["failed"] == 0
+
+
+def test_tokens_of_an_engine_that_nobody_updated_are_not_trained(tmp_path):
+    control, _, _ = started(tmp_path)
+    first = lease(control, 1)[0]
+    strange = replace(step([3, 4], [(0, 1)]), versions=(VersionRun(0, 1, "engine-9", "main"),))
+    assert hand_in(control, trajectory(first, steps=(strange,))) == "STORED"
+    assert control.counts()["open"] > 0
+    assert lease(control, 1)[0].attempt == 2

@@ -11,6 +11,7 @@ from tests.control.scripted import (
     hand_in,
     lease,
     make_control,
+    publish,
     started,
     trajectory,
 )
@@ -33,7 +34,7 @@ def test_resume_keeps_waiting_rollouts_and_issues_again_what_was_leased(tmp_path
     again.start_rl()
     again.set_engines([engine(1, "updating")])
     assert lease(again) == []  # 096: nothing starts before the restored weights serve
-    again.published(2, 0)
+    publish(again, 2, 0)
     again.set_engines([engine(2)])
     reissued = lease(again)
     assert [(a.rollout_id, a.sampling.seed) for a in reissued] == [(a.rollout_id, a.sampling.seed) for a in assigned[5:]]
@@ -45,7 +46,7 @@ def test_resume_keeps_waiting_rollouts_and_issues_again_what_was_leased(tmp_path
     batch = again.take(0)
     again.commit(batch)
     assert again.counts()["trained"] == 8 == again.counts()["dispatched"]
-    again.published(3, 2)
+    publish(again, 3, 2)
     again.set_engines([engine(3)])
     assert {a.rollout_id.split("-")[0] for a in lease(again)} == {"2"}
 
@@ -62,7 +63,7 @@ def test_a_rollout_whose_spooled_bytes_are_gone_is_issued_again(tmp_path):
     again.restore(saved)
     assert len(events.of("spool_lost")) == 2
     again.start_rl()
-    again.published(2, 0)
+    publish(again, 2, 0)
     again.set_engines([engine(2)])
     assert [a.rollout_id for a in lease(again, 2)] == ["1-g000000-0", "1-g000000-1"]
 
@@ -83,7 +84,7 @@ def test_spool_files_go_once_a_committed_checkpoint_does_not_need_them(tmp_path)
     control.commit(batch)
     control.committed(first)
     assert files() == ["0001-000000.spool"]  # finished, but the only checkpoint would read it
-    control.published(2, 1)
+    publish(control, 2, 1)
     control.set_engines([engine(2)])
     for a in lease(control, 2):
         hand_in(control, trajectory(a, version=2))
@@ -113,7 +114,7 @@ def test_a_long_run_holds_only_what_is_open(tmp_path):
             hand_in(control, trajectory(a, version=update + 1))
         batch = control.take(0)
         control.commit(batch)
-        control.published(update + 2, update + 1)
+        publish(control, update + 2, update + 1)
         control.set_engines([engine(update + 2)])
         control.committed(control.state())
         assert len(control._stored) <= 8

@@ -11,6 +11,7 @@ from tests.control.scripted import (
     hand_in,
     in_background,
     lease,
+    publish,
     started,
     trajectory,
 )
@@ -66,7 +67,7 @@ def test_evaluation_waits_for_its_version_and_gives_up_at_its_deadline(tmp_path)
     until(lambda: control.evaluation.open, "the evaluation to begin")
     assert all(a.purpose == "train" for a in lease(control))
     assert "no engine serves version 2: engine-0 is ready at version 1" in control.status()["sentence"]
-    control.published(2, 0)
+    publish(control, 2, 0)
     control.set_engines([engine(2)])
     held = [a for a in lease(control) if a.purpose == "eval"]
     assert len(held) == 3

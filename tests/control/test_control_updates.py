@@ -14,6 +14,7 @@ from tests.control.scripted import (
     in_background,
     lease,
     make_control,
+    publish,
     started,
     step,
     trajectory,
@@ -25,8 +26,8 @@ def test_the_batch_masks_over_age_tokens_and_keeps_rewards_of_stale_rollouts(tmp
     """Update 2 with max_lag 1: tokens of version 1 (lag 2) are out, of 2 (lag 1) and 3 (lag 0) in."""
     control, _, events = started(tmp_path)
     control.ledger.update = 2
-    control.published(2, 1)
-    control.published(3, 2)
+    publish(control, 2, 1)
+    publish(control, 3, 2)
     control.set_engines([engine(3)])
     one, two, three, four = lease(control, 4)
     hand_in(control, trajectory(one, steps=(step([3, 4, 5], [(0, 1), (1, 2), (2, 3)], 1.0),)))
@@ -64,7 +65,7 @@ def test_the_batch_measures_the_lag_of_each_pool(tmp_path):
     control, _, _ = started(tmp_path, **CROSS_POLICY | {"learner": {"updates": 6, "max_lag": 1, "max_attempts": 2}})
     control.ledger.update = 3
     for version in (2, 3, 4):
-        control.published(version, version - 1)
+        publish(control, version, version - 1)
     control.set_engines([engine(4)])
     one, two, three, four = lease(control, 4)
     assert one.stale_share == 0.3
@@ -88,7 +89,7 @@ def test_the_batch_measures_the_lag_of_each_pool(tmp_path):
 
 def test_only_training_rollouts_of_the_policy_use_the_stale_pool(tmp_path):
     control = make_control(tmp_path, **CROSS_POLICY | {"warm": {"updates": 1, "rollouts_per_update": 3}})
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_warm()
     assert [a.stale_share for a in lease(control, 1)] == [0.0]
@@ -144,7 +145,7 @@ def equal_after(first):
 def test_drop_leaves_out_whole_rollouts_and_keeps_their_rewards(tmp_path):
     control, _, _ = started(tmp_path, learner={"on_stale": "drop"})
     control.ledger.update = 2
-    control.published(3, 2)
+    publish(control, 3, 2)
     control.set_engines([engine(3)])
     assigned = lease(control, 4)
     for i, a in enumerate(assigned):
@@ -170,7 +171,7 @@ def test_039_equal_prompts_do_not_merge_groups(tmp_path):
 
 def test_take_waits_for_the_last_member(tmp_path):
     control = make_control(tmp_path)
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_rl()
     assigned = lease(control, 4)
@@ -190,7 +191,7 @@ def test_take_waits_for_the_last_member(tmp_path):
 
 def test_071_finish_wakes_the_waiting_and_every_open_rollout_is_cancelled(tmp_path):
     control = make_control(tmp_path)
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_rl()
     out = lease(control)

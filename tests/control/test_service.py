@@ -16,7 +16,7 @@ from common.convert import trajectory_bytes
 from common.proto import rl_pb2 as pb
 from common.types import ContextKind, spans_of
 from learner.service import SERVICE, Partials, serve
-from tests.control.scripted import ScriptedActor, engine, failed, make_control, step, trajectory
+from tests.control.scripted import ScriptedActor, engine, failed, make_control, publish, step, trajectory
 
 
 class Stage:
@@ -27,7 +27,7 @@ class Stage:
         domain = {"name": "toy", "train_tasks": 6, "heldout_tasks": 4, "limits": {"max_tokens": long, "max_new_tokens": long}}
         tables = {"engine": {"max_length": long, "widths": [long]}, "learner": {"row_length": long}}
         self.control = make_control(folder, domains=[domain], **tables)
-        self.control.published(1, 0)
+        publish(self.control, 1, 0)
         self.control.set_engines([engine(1)])
         self.control.start_rl()
         self.server, self.port = serve(self.control, "127.0.0.1:0")

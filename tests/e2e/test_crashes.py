@@ -18,13 +18,16 @@ ENV = "env-frozenlake-0"
 
 def test_every_process_but_the_learner_is_killed_once(launched, compiled):
     """Each in the middle of its work: what it needs is frozen until rollouts hang on it. The warm start is long enough for
-    episodes of several turns."""
+    episodes of several turns. Weights go by a relay."""
     launched.environment = compiled
+    memory = launched.folder / "memory"
     options = ("--warm.updates=60", f"--learner.updates={KILL_UPDATES}", "--learner.lease_s=4", "--eval.init=false")
+    options += ("--weights.transport=relay", f"--weights.folder={memory}")
     launched.start("local", *options)
     launched.until(lambda: launched.update() >= 1, "the first update")
-    for victim, frozen in (("actor-0", ENV), (ENV, "engine-0"), ("engine-0", "engine-0")):
-        launched.until(lambda frozen=frozen: caught(launched, frozen), f"rollouts that hang on {frozen}")
+    for victim, frozen in (("actor-0", ENV), (ENV, "engine-0"), ("engine-0", "engine-0"), ("relay-0", "relay-0")):
+        if victim != "relay-0":  # no rollout hangs on it, but the next version does
+            launched.until(lambda frozen=frozen: caught(launched, frozen), f"rollouts that hang on {frozen}")
         os.kill(launched.pids(victim)[-1], signal.SIGKILL)
         if frozen != victim:
             os.kill(launched.pids(frozen)[-1], signal.SIGCONT)
@@ -34,7 +37,8 @@ def test_every_process_but_the_learner_is_killed_once(launched, compiled):
     code, out = launched.finish()
     assert (code, launched.alive()) == (0, []), out
     (finished,) = launched.launch_events("finished")
-    assert finished["restarts"] == {"actor-0": 1, ENV: 1, "engine-0": 1}
+    assert finished["restarts"] == {"actor-0": 1, ENV: 1, "engine-0": 1, "relay-0": 1}
+    assert list(memory.iterdir()) == []  # the host has its memory back
     for victim in finished["restarts"]:
         assert f"{victim} was killed by SIGKILL; restart 1 of 5" in out
         assert f"{victim} 1" in out.splitlines()[-1]

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import pytest
 
+from common import keys
 from learner.engine_api import EngineApi, EngineError
 from learner.model import hf
 from learner.model.spec import ModelSpec
@@ -71,9 +72,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 class Served:
     """An engine's process, spoken to as actors and publisher do."""
 
-    def __init__(self, name: str, url: str, process: subprocess.Popen) -> None:
-        self.name, self.url, self.process = name, url, process
-        self.api = EngineApi(url)
+    def __init__(self, name: str, url: str, process: subprocess.Popen, key_file: Path, log: Path) -> None:
+        self.name, self.url, self.process, self.log = name, url, process, log
+        self.key = keys.read(key_file)
+        self.api = EngineApi(url, key=self.key)
         self.threads = ThreadPoolExecutor(64)
 
     def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, Any]:
@@ -83,7 +85,7 @@ class Served:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
         try:
             data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, {"Content-Type": "application/json"})
+            connection.request(method, path, data, {"Content-Type": "application/json", **keys.bearer(self.key)})
             answer = connection.getresponse()
             raw = answer.read()
         finally:
@@ -93,12 +95,15 @@ class Served:
         except ValueError:
             return answer.status, raw.decode()
 
-    def generate(self, ids: list[int], new: int = 8, temperature: float = 1.0, rid: str = "", **sampling: Any) -> dict[str, Any]:
-        """A successful answer."""
+    def generate(
+        self, ids: list[int], new: int = 8, temperature: float = 1.0, rid: str = "", start: int = -1, **sampling: Any
+    ) -> dict[str, Any]:
+        """A successful answer, with the logprobs of the prompt behind `start` (-1: none)."""
         body = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": new, "temperature": temperature, "stop_token_ids": [END], **sampling},
             "return_logprob": True,
+            "logprob_start_len": start,
         }
         status, answer = self.call("/generate", body | ({"rid": rid} if rid else {}))
         assert status == 200, answer
@@ -121,7 +126,8 @@ def logprobs_of(answer: dict[str, Any]) -> np.ndarray:
     return np.asarray([pair[0] for pair in answer["meta_info"]["output_token_logprobs"]])
 
 
-def _started(name: str, command: list[str], log: Path, port: int) -> Served:
+def _started(name: str, command: list[str], folder: Path, port: int) -> Served:
+    log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True, env={**os.environ, **ENVIRONMENT}
@@ -131,7 +137,7 @@ def _started(name: str, command: list[str], log: Path, port: int) -> Served:
         found = re.search(r"listening on \S+:(\d+)", log.read_text())
         assert found, log.read_text()
         port = int(found[1])
-    served = Served(name, f"http://127.0.0.1:{port}", process)
+    served = Served(name, f"http://127.0.0.1:{port}", process, folder / keys.NAME, log)
 
     def ready() -> bool:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -155,22 +161,26 @@ def free_port() -> int:
         return door.getsockname()[1]
 
 
-def _command(name: str, model: Path) -> tuple[list[str], int]:
+def _command(name: str, model: Path, key_file: Path) -> tuple[list[str], int]:
+    """With a key, as where others could call it."""
     if name == "embedded":
         shape = [*RANDOM, "--slots", "16", "--cache-slots", "32", "--max-length", str(LENGTH), "--widths", "128,512"]
-        return [sys.executable, "-m", "learner.serving", "--model-path", str(model), *shape, "--port", "0"], 0
+        own = ["--model-path", str(model), "--api-key-file", str(key_file), "--port", "0"]
+        return [sys.executable, "-m", "learner.serving", *own, *shape], 0
     port = free_port()
     serve = str(REPOSITORY / "tools" / "sglang_cpu" / "serve.py")
     own = ["--model-path", str(model), *RANDOM, "--context-length", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
-    return [SGLANG, serve, *own, *CPU_FLAGS], port
+    return [SGLANG, serve, "--config", str(key_file), *own, *CPU_FLAGS], port
 
 
-@pytest.fixture(scope="session", params=["embedded", "sglang"])
-def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if request.param == "sglang" and not SGLANG:
+@contextlib.contextmanager
+def served_by(name: str, model: Path, folder: Path, *arguments: str) -> Iterator[Served]:
+    """An engine of this kind, until the end of the block."""
+    if name == "sglang" and not SGLANG:
         pytest.skip("make test-sglang runs this against a real SGLang server")
-    command, port = _command(request.param, models.a)
-    served = _started(request.param, command, tmp_path_factory.mktemp("engine") / "log", port)
+    keys.make(folder)
+    command, port = _command(name, model, folder / keys.NAME)
+    served = _started(name, [*command, *arguments], folder, port)
     try:
         yield served
     finally:
@@ -180,6 +190,12 @@ def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: py
             served.process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(served.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", params=["embedded", "sglang"])
+def process(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served_by(request.param, models.a, tmp_path_factory.mktemp("engine")) as served:
+        yield served
 
 
 @pytest.fixture

@@ -56,6 +56,32 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine: Se
         assert differences(answer, prompt, models, temperature).max() < CLOSE
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_the_prompt_are_those_of_the_model(engine: Served, models: Models, temperature: float) -> None:
+    """Of softmax(logits) whatever the temperature, whatever is cached; nothing predicts the first; the output's are as ever."""
+    for prompt in PROMPTS:
+        engine.generate([*prompt, 1], new=2)
+        for start in (0, 3, len(prompt) - 1):
+            answer = engine.generate(prompt, new=2, temperature=temperature, start=start)
+            pairs = answer["meta_info"]["input_token_logprobs"]
+            assert [pair[1] for pair in pairs] == prompt[start:]
+            assert (pairs[0][0], answer["meta_info"]["cached_tokens"]) == (None, start)
+            if pairs[1:]:
+                truth = models.truth["1"].logprobs([(prompt[: start + 1], prompt[start + 1 :])], 1.0)[0]
+                assert np.abs(np.asarray([pair[0] for pair in pairs[1:]]) - truth).max() < CLOSE
+            assert differences(answer, prompt, models, temperature).max() < CLOSE
+
+
+def test_logprobs_of_the_prompt_start_inside_it(engine: Served) -> None:
+    prompt = PROMPTS[1]
+    for none in (-1, len(prompt)):
+        assert engine.generate(prompt, start=none)["meta_info"]["input_token_logprobs"] == []
+    body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": len(prompt) + 1}
+    status, answer = engine.call("/generate", body | {"sampling_params": {"max_new_tokens": 1}})
+    assert status == 400
+    assert "logprob_start_len" in answer["error"]["message"]
+
+
 def test_a_length_stop(engine: Served) -> None:
     answer = engine.generate(PROMPTS[0], new=5)
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
@@ -100,6 +126,22 @@ def test_new_weights_and_their_name(engine: Served, models: Models) -> None:
     assert differences(before, PROMPTS[5], models).max() < CLOSE
     assert differences(after, PROMPTS[5], models).max() < CLOSE
     assert after["meta_info"]["weight_versions"][0]["version"] == "2"
+
+
+def test_logprobs_of_the_prompt_are_of_the_weights_that_sample_the_first_token(engine: Served, models: Models) -> None:
+    """Sixteen requests in flight at an update, of which each names its versions."""
+    prompts = [[*PROMPTS[2], n] for n in range(16)]
+    flying = [engine.start(prompt, start=0, **LONG) for prompt in prompts]
+    until(lambda: engine.running() > 0, "requests in flight", 30)
+    engine.api.pause()
+    engine.api.update_weights(models.b, 2)
+    engine.api.resume()
+    for prompt, answer in zip(prompts, [each.result(120) for each in flying], strict=True):
+        meta = answer["meta_info"]
+        assert [pair[1] for pair in meta["input_token_logprobs"]] == prompt
+        truth = models.truth[meta["weight_versions"][0]["version"]].logprobs([(prompt[:1], prompt[1:])], 1.0)[0]
+        assert np.abs(np.asarray([pair[0] for pair in meta["input_token_logprobs"][1:]]) - truth).max() < CLOSE
+        assert differences(answer, prompt, models).max() < CLOSE
 
 
 def test_weights_change_under_load(engine: Served, models: Models) -> None:

@@ -131,6 +131,14 @@ def test_sglang_that_is_not_installed(stage):
     refused(stage, stage.call_local("--engine.kind=sglang", f"--engine.python={sys.executable}"), "no sglang in its environment")
 
 
+def test_a_router_that_is_not_installed(stage):
+    refused(stage, stage.call_local("--engine.router=true"), "no sglang_router in this Python", "--engine.router_python=")
+    router = ("--engine.router=true", "--engine.router_python=/no/python")
+    refused(stage, stage.call_local(*router), "engine.router_python = '/no/python': no such file")
+    router = ("--engine.router=true", f"--engine.router_python={sys.executable}")
+    refused(stage, stage.call_local(*router), "no sglang_router in the environment of engine.router_python")
+
+
 @pytest.mark.parametrize("key", ["learner.port", "engine.port"])
 def test_a_busy_port(stage, key):
     with socket.socket() as other:
@@ -201,7 +209,7 @@ def interrupts():
 
 
 def test_no_port_is_chosen_twice():
-    """Ten programs, ten ports: a configured one of them is no choice for the others."""
+    """As many ports as programs: a configured one of them is no choice for the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         first = probe.getsockname()[1]
@@ -214,12 +222,14 @@ def test_no_port_is_chosen_twice():
                     "engine": {"count": 12},
                     "cross_policy": {"engines": 3},
                     "learner": {"port": first + 7},
+                    "weights": {"transport": "relay"},
                 }
             ),
             wanted,
         )
         ports = [addresses.learner, *addresses.envs["frozenlake"], *(e.url.removeprefix("http://") for e in addresses.engines)]
-        assert len(set(ports)) == 25
+        ports += [addresses.weights, addresses.relays[0].url.removeprefix("http://")]
+        assert len(set(ports)) == 27
         assert [engine.pool for engine in addresses.engines] == ["main"] * 9 + ["stale"] * 3
 
 

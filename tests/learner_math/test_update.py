@@ -13,6 +13,7 @@ from flax import nnx
 from common.record import segments
 from common.types import Finish, Status, VersionRun
 from learner.advantages import gae
+from learner.model import hf
 from learner.model.qwen3 import Qwen3
 from learner.update import Trainer, TrainingStopped
 from tests.learner_math.build import SPEC, as_reference, chain, config, random_rollout, rollout, turn
@@ -285,7 +286,7 @@ def test_094_snapshots_survive_the_steps_after_them(grpo):
     for _ in range(50):
         grpo.supervised(reference, 0.02)
         tree = grpo.state_tree()
-        policy = jax.tree.leaves(grpo.policy)
+        policy = list(grpo.snapshot().values())
         taken.append((tree, {n: a.tobytes() for n, a in tree.items()}, policy, [x.tobytes() for x in policy]))
     for tree, own, policy, bits in taken:
         assert {n: a.tobytes() for n, a in tree.items()} == own
@@ -324,13 +325,14 @@ def test_a_bandit_is_learnt(name, request):
         assert metrics["value_mean"] > 0.5  # the critic has learnt that it pays
 
 
-def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo):
+def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo, tmp_path):
     """Old values and returns of the update against a plain forward pass of every rollout alone."""
     tree = ppo.state_tree()
     kernel = np.random.default_rng(1).normal(size=SPEC.hidden_size).astype(np.float32)
     ppo.restore_tree({n: kernel if n.endswith("kernel") and n.startswith("params/value_head") else a for n, a in tree.items()})
     model = Qwen3(SPEC, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(jnp.asarray, ppo.policy))
+    hf.write(ppo.snapshot(), SPEC, tmp_path, None)
+    nnx.update(model, jax.tree.map(jnp.asarray, hf.load(tmp_path)[1]))
     forward = jax.jit(lambda ids: model(ids, jnp.arange(32)[None], jnp.ones((1, 32), int)))
     cut = [
         rollout(chain([([1, 2], [3, 4], 0.5), ([5], [6], 0.0)]), f"cut{i}", Status.TRUNCATED, tail=[7, 8][:i]) for i in range(3)
@@ -397,3 +399,51 @@ def test_a_separate_critic_starts_from_the_trunk_that_the_warm_start_made():
     assert not same(*trunks())
     trainer.forget_moments()
     assert same(*trunks())
+
+
+# ---- the canary ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_canary_is_that_of_the_published_weights(tmp_path):
+    """What the saved file says, read back and computed by a model of its own."""
+    trainer = Trainer(config(), SPEC)
+    ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
+    found = trainer.canary(ids)
+    hf.write(trainer.snapshot(), SPEC, tmp_path, 2)
+    spec, state = hf.load(tmp_path)
+    model = hf.build(spec, state)
+    row = jnp.arange(len(ids))[None]
+    logits = np.asarray(model.logits(model(ids[None], row, jnp.ones_like(row))[0]), np.float64)
+    logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    wanted = [0.0, *(logprobs[i - 1, ids[i]] for i in range(1, len(ids)))]
+    np.testing.assert_allclose(found.logprobs, wanted, atol=1e-5)
+    np.testing.assert_allclose(found.last_logits, logits[-1], atol=1e-5)
+    assert found.ids.tolist() == ids.tolist()
+
+
+def test_the_canary_of_bfloat16_weights_is_not_that_of_their_masters():
+    """Masters that are bfloat16 already give it, bit for bit; masters that are not, differ from float32's by their rounding."""
+    ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
+    trainer = Trainer(config(model={"dtype": "bfloat16"}), SPEC)
+    found = trainer.canary(ids)
+    tree = trainer.state_tree()
+    rounded = {
+        n: np.asarray(jnp.asarray(a).astype(jnp.bfloat16).astype(a.dtype)) if "policy" in n else a for n, a in tree.items()
+    }
+    assert any((rounded[name] != tree[name]).any() for name in tree)
+    trainer.restore_tree(rounded)
+    assert trainer.canary(ids).logprobs.tobytes() == found.logprobs.tobytes()
+    moved = {
+        name: a * (1 + 2**-10) if "policy" in name else a for name, a in rounded.items()
+    }  # less than half a step of bfloat16
+    trainer.restore_tree(moved)
+    assert trainer.canary(ids).logprobs.tobytes() == found.logprobs.tobytes()
+
+
+def test_the_gap_is_a_mean_a_quantile_and_a_divergence(grpo):
+    """k3 by hand: engine 0.1 above the learner, r = exp(-0.1): r - 1 - log r = 0.904837 - 1 + 0.1 = 0.004837."""
+    groups = with_behaviour(grpo, batch(), offset=0.1)
+    metrics = grpo.policy_update(groups)
+    assert metrics["gap_mean"] == pytest.approx(0.1, rel=1e-3)
+    assert metrics["gap_p99"] == pytest.approx(0.1, rel=1e-3)
+    assert metrics["gap_k3"] == pytest.approx(0.004837, rel=1e-2)

@@ -17,7 +17,7 @@ from learner.publisher import PublishError
 from learner.rollouts import Kind
 from learner.update import TrainingStopped
 from tests.fakes import FakeEngine
-from tests.publish.calls import save, weights
+from tests.publish.calls import canary, save, weights
 from tests.publish.test_publisher import publishing
 
 
@@ -81,7 +81,7 @@ def run_over(publisher, control) -> main.Run:
     config = RunConfig.model_validate(
         {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
     )
-    trainer = SimpleNamespace(policy=weights(1))
+    trainer = SimpleNamespace(snapshot=lambda: weights(1), canary=lambda ids: canary())
     publisher = publisher or SimpleNamespace(check=lambda: None)
     return main.Run(config, Path(), None, control, trainer, publisher, Checkpoints(), None, lambda: False)  # type: ignore[arg-type]
 
@@ -124,7 +124,10 @@ class Sometimes:
 
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
-        self.policy = weights(1)
+        self.canary = lambda ids: canary()
+
+    def snapshot(self):
+        return weights(1)
 
     def policy_update(self, groups, live, version):
         outcome = self.outcomes.pop(0)
@@ -307,6 +310,9 @@ class Supervised:
     def state_tree(self):
         return {}
 
+    def canary(self, ids):
+        return canary()
+
     def supervised(self, rollouts, lr):
         self.rates.append(lr)
         loss = self.losses.pop(0) if len(self.losses) > 1 else self.losses[0]
@@ -387,7 +393,7 @@ def test_a_warm_start_goes_on_until_success_is_reached(tmp_path, successes, made
         fields = {"updates": 21, "lr": 1.0, "target_loss": 0.5, "target_success": 0.2}
         run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
         run.trainer, run.folder = Supervised(0.1), Folder()
-        run.trainer.policy = weights(1)
+        run.trainer.snapshot = lambda: weights(1)
         main.warm_start(run)
         assert control.ledger.warm_update == made
         looks = min(len(successes), 8)  # at 8, 10, ..., 20, and at the end

@@ -9,10 +9,20 @@ from common.types import EngineInfo
 from learner.publisher import EnginesRefuse, PublishError
 from tests.fakes import DROP, HANG, LOSE, Answer, FakeEngine
 from tests.processes import until
-from tests.publish.calls import EASY, TIGHT, Log, generate, in_background, load, publishing, state, weights
+from tests.publish.calls import EASY, KEY, TIGHT, Log, canary, generate, in_background, load, publishing, state, weights
 
 SEQUENCE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 UNDO = ["/abort_request", "/flush_cache", "/continue_generation"]
+
+
+@pytest.fixture(params=["disk", "relay"])
+def engine(request):
+    """Every test of this file runs over both transports: nobody above them can tell which it is."""
+    with FakeEngine() as running:
+        running.relayed = request.param == "relay"
+        running.key = KEY if running.relayed else ""
+        yield running
+
 
 LOADED = {"flush_cache": True, "load_format": "safetensors"}
 
@@ -21,17 +31,17 @@ def test_order_of_an_update(tmp_path, engine):
     log = Log()
     with publishing(tmp_path, [engine], log=log) as publisher:
         until(lambda: publisher.engines()[0].reason == "no weights are published yet", "the engine is seen")
-        version = publisher.publish(0, weights(1))
+        version = publisher.publish(0, weights(1), canary())
         assert (version, publisher.wait_ready(version, 20)) == (1, 1)
         assert engine.posts() == SEQUENCE
         assert engine.calls[0][1] == {"mode": "retract"}
-        folder = str((tmp_path / "weights" / "1").resolve())
+        folder = str((tmp_path / ("host" if engine.relayed else "weights") / "1").resolve())
         assert engine.calls[1][1] == {"model_path": folder, "weight_version": "1", **LOADED}
         assert np.array_equal(load(tmp_path / "weights" / "1")["model.norm.weight"], np.ones(4, np.float32))
         assert (tmp_path / "weights" / "1" / "DONE").exists()
         assert publisher.engines() == [EngineInfo("engine-0", engine.url, "main", 1, "ready", "")]
         assert publisher.update_of(1) == 0
-        assert publisher.wait_ready(publisher.publish(7, weights(2)), 20) == 2
+        assert publisher.wait_ready(publisher.publish(7, weights(2), canary()), 20) == 2
         assert publisher.update_of(2) == 7
     assert log.states("engine-0")[-4:] == [("updating", 0), ("ready", 1), ("updating", 1), ("ready", 2)]
     assert log.tables[-1][0].version == 2
@@ -53,7 +63,7 @@ def test_a_failure_at_any_stage_is_undone_named_and_tried_again(tmp_path, engine
     log = Log()
     engine.script(path, answer)
     with publishing(tmp_path, [engine], log=log, deadlines=TIGHT if answer == HANG else EASY) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         until_stage = SEQUENCE[: SEQUENCE.index(path) + 1]
         assert engine.posts() == until_stage + undo + SEQUENCE
         assert not engine.paused
@@ -65,9 +75,9 @@ def test_a_failure_at_any_stage_is_undone_named_and_tried_again(tmp_path, engine
 def test_a_wrong_version_after_the_update_is_a_failure(tmp_path, engine):
     log = Log()
     with publishing(tmp_path, [engine], log=log) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         engine.script("/update_weights_from_disk", Answer(200, {"success": True, "message": "said so"}))  # but did nothing
-        assert publisher.wait_ready(publisher.publish(1, weights(2)), 20) == 2
+        assert publisher.wait_ready(publisher.publish(1, weights(2), canary()), 20) == 2
     assert "update to version 2 failed at verify: /model_info answered 200: it serves version 1 after the update to 2" in [
         f.get("reason") for _, f in log.events
     ]
@@ -78,16 +88,16 @@ def test_weights_changed_but_not_flushed_never_generates_on_the_old_cache(tmp_pa
     """SGLang's 400 "Weights were updated, but the cache was not flushed": running requests end, the cache goes, then on."""
     engine.token_s = 0.02
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         generate(engine.url, {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
         assert engine.cache
         with in_background(generate, engine.url, {"input_ids": [9], "sampling_params": {"max_new_tokens": 10_000}}) as request:
             until(lambda: engine.running, "the request runs")
             engine.script("/update_weights_from_disk", Answer(400, {"success": False, "message": "not flushed"}))
-            publisher.wait_ready(publisher.publish(1, weights(2)), 20)
+            publisher.wait_ready(publisher.publish(1, weights(2), canary()), 20)
             assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
         generate(engine.url, {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
-        assert engine.reused == []
+        assert all(reader == writer for reader, writer in engine.reused)
 
 
 def test_an_engine_that_stays_broken_is_quarantined_and_stops_nobody(tmp_path, engine):
@@ -95,7 +105,7 @@ def test_an_engine_that_stays_broken_is_quarantined_and_stops_nobody(tmp_path, e
         broken.script("/update_weights_from_disk", *[Answer(400, {"success": False, "message": "shape mismatch"})] * 1000)
         with publishing(tmp_path, [engine, broken]) as publisher:
             for update in range(3):
-                publisher.wait_ready(publisher.publish(update, weights(update)), 20)
+                publisher.wait_ready(publisher.publish(update, weights(update), canary()), 20)
             until(lambda: state(publisher, 1) == "quarantined", "quarantine")
             assert "shape mismatch" in publisher.engines()[1].reason
             assert publisher.engines()[0].version == 3
@@ -107,7 +117,7 @@ def test_a_pause_that_cannot_be_undone_says_so_until_it_is(tmp_path, engine):
     engine.script("/update_weights_from_disk", *[Answer(400, {"message": "no"})] * 1000)
     engine.script("/flush_cache", *[Answer(400, "Flush cache failed.")] * 1000)
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.publish(0, weights(1))
+        publisher.publish(0, weights(1), canary())
         until(lambda: "may still be paused: /flush_cache" in publisher.engines()[0].reason, "the reason")
         assert engine.paused
         with pytest.raises(PublishError, match=r"no engine (serves|takes) version 1.*engine-0 .*quarantined .*failed at update"):
@@ -121,7 +131,7 @@ def test_a_pause_that_cannot_be_undone_says_so_until_it_is(tmp_path, engine):
 def test_engines_that_refuse_their_first_weights_end_the_wait_at_once(tmp_path, engine, path):
     engine.script(path, *[Answer(400, {"message": "not in this house"})] * 1000)
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.publish(0, weights(1))
+        publisher.publish(0, weights(1), canary())
         with pytest.raises(EnginesRefuse, match=r"no engine takes version 1: engine-0 .*not in this house"):
             publisher.wait_ready(1, 60)
 
@@ -131,24 +141,24 @@ def test_engines_that_may_still_come_do_not(tmp_path, engine):
     refusal = Answer(400, {"message": "no"})
     with FakeEngine() as other, publishing(tmp_path / "a", [engine, other]) as publisher:
         other.script("/update_weights_from_disk", *[refusal] * 1000)
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)  # engine-0 takes it
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)  # engine-0 takes it
         engine.script("/update_weights_from_disk", *[refusal] * 5)
         until(lambda: publisher._refusals[1] >= 5, "more refusals than are allowed")
-        publisher.wait_ready(publisher.publish(1, weights(2)), 20)
+        publisher.wait_ready(publisher.publish(1, weights(2), canary()), 20)
     with FakeEngine() as sick, publishing(tmp_path / "b", [sick]) as publisher:
         sick.script("/update_weights_from_disk", *[Answer(500, {"message": "out of memory"})] * 6)
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
 
 
 def test_an_engine_that_is_not_there_is_starting_and_gets_the_newest_when_it_comes(tmp_path, engine):
     engine.stop()
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.publish(0, weights(1))
+        publisher.publish(0, weights(1), canary())
         until(lambda: "ConnectionRefused" in publisher.engines()[0].reason, "the refusal")
         assert state(publisher) == "starting"
         with pytest.raises(PublishError, match=r"engine-0 at .* is starting"):
             publisher.wait_ready(1, 0.05)
-        publisher.publish(1, weights(2))
+        publisher.publish(1, weights(2), canary())
         engine.healthy = False
         engine.restart()
         until(lambda: "503" in publisher.engines()[0].reason, "503 is starting")
@@ -160,7 +170,7 @@ def test_an_engine_that_is_not_there_is_starting_and_gets_the_newest_when_it_com
 def test_a_restarted_engine_gets_the_newest_version_again(tmp_path, engine):
     log = Log()
     with publishing(tmp_path, [engine], log=log) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         engine.restart()
         assert engine.weight_version == "default"
         until(lambda: engine.weight_version == "1" and state(publisher) == "ready", "the version is back")
@@ -170,9 +180,9 @@ def test_a_restarted_engine_gets_the_newest_version_again(tmp_path, engine):
 def test_a_new_process_does_not_wait_for_the_back_off_of_the_old(tmp_path, engine):
     engine.script("/update_weights_from_disk", Answer(400, {"message": "no"}))
     with publishing(tmp_path, [engine], backoff_s=3600.0) as publisher:
-        publisher.publish(0, weights(1))
+        publisher.publish(0, weights(1), canary())
         until(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
-        publisher.publish(1, weights(2))
+        publisher.publish(1, weights(2), canary())
         with pytest.raises(PublishError, match="quarantined"):
             publisher.wait_ready(1, 0.2)  # tried again too early otherwise
         engine.stop()
@@ -186,7 +196,7 @@ def test_a_new_process_does_not_wait_for_the_back_off_of_the_old(tmp_path, engin
 def test_a_connection_lost_in_the_middle(tmp_path, engine, path, how):
     engine.script(path, how)
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         assert (engine.weight_version, engine.paused) == ("1", False)
 
 
@@ -195,7 +205,7 @@ def test_066_update_under_load_serves_each_request_once_and_none_between_update_
     engine.token_s = 0.005
     body = {"sampling_params": {"max_new_tokens": 40}}
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         answers = {}
 
         def ask(index):
@@ -205,7 +215,7 @@ def test_066_update_under_load_serves_each_request_once_and_none_between_update_
         for thread in threads[:13]:
             thread.start()
         until(lambda: len(engine.running) == 8 and len(engine.waiting) == 5, "8 run and 5 wait")
-        publisher.publish(1, weights(2))
+        publisher.publish(1, weights(2), canary())
         until(lambda: engine.paused or engine.weight_version == "2", "the pause")
         threads[13].start()
         publisher.wait_ready(2, 20)
@@ -224,7 +234,7 @@ def test_065_no_cached_token_survives_an_update(tmp_path, engine):
     body = {"input_ids": list(range(20)), "sampling_params": {"max_new_tokens": 4}}
     with publishing(tmp_path, [engine]) as publisher:
         for update in range(3):
-            publisher.wait_ready(publisher.publish(update, weights(update)), 20)
+            publisher.wait_ready(publisher.publish(update, weights(update), canary()), 20)
             assert generate(engine.url, body)["meta_info"]["cached_tokens"] == 0
             assert generate(engine.url, body)["meta_info"]["cached_tokens"] == 19
     assert engine.reused
@@ -234,13 +244,13 @@ def test_065_no_cached_token_survives_an_update(tmp_path, engine):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_093_non_finite_parameters_are_never_published(tmp_path, engine, bad):
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(4, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(4, weights(1), canary()), 20)
         poisoned = {"model": {"a": np.ones(3, np.float32), "b": np.array([1, bad, 2], np.float32)}}
         with pytest.raises(PublishError, match=r"update 5 is not published: 1 of 3 values of model\.b are not finite"):
-            publisher.publish(5, poisoned)
+            publisher.publish(5, poisoned, canary())
         assert publisher.update_of(1) == 4
         assert [p.name for p in (tmp_path / "weights").iterdir()] == ["1"]
-        assert publisher.publish(6, weights(1)) == 2  # no number was used
+        assert publisher.publish(6, weights(1), canary()) == 2  # no number was used
 
 
 def test_a_failing_writer_reaches_the_main_loop(tmp_path, engine):
@@ -248,11 +258,11 @@ def test_a_failing_writer_reaches_the_main_loop(tmp_path, engine):
         raise OSError(28, "No space left on device")
 
     with publishing(tmp_path, [engine], save=full) as publisher:
-        version = publisher.publish(0, weights(0))
+        version = publisher.publish(0, weights(0), canary())
         with pytest.raises(PublishError, match="No space left on device"):
             publisher.wait_ready(version, 20)
         with pytest.raises(PublishError, match="No space left on device"):
-            publisher.publish(1, weights(1))
+            publisher.publish(1, weights(1), canary())
 
 
 def test_recompilations_are_summed_over_embedded_engines(tmp_path, engine):

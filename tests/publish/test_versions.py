@@ -7,7 +7,7 @@ import pytest
 from learner.publisher import PublishError
 from tests.fakes import Answer, FakeEngine
 from tests.processes import until
-from tests.publish.calls import Log, publishing, save, state, weights
+from tests.publish.calls import Log, canary, publishing, save, state, weights
 
 
 def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
@@ -19,9 +19,9 @@ def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
         save(params, folder)
 
     with publishing(tmp_path, [engine], save=slow, log=log) as publisher:
-        first = publisher.publish(0, weights(0))
+        first = publisher.publish(0, weights(0), canary())
         until(lambda: publisher._pending is None, "the writer took the first")
-        rest = [publisher.publish(update, weights(update)) for update in range(1, 6)]
+        rest = [publisher.publish(update, weights(update), canary()) for update in range(1, 6)]
         gate.set()
         assert publisher.wait_ready(rest[-1], 20) == 6
     assert [first, *rest] == [1, 2, 3, 4, 5, 6]
@@ -29,7 +29,7 @@ def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
     assert [f for kind, f in log.events if kind == "publish_skipped"] == [{"version": v, "newer": v + 1} for v in (2, 3, 4, 5)]
     with publishing(tmp_path, [engine], incarnation=2) as publisher:
         assert [publisher.update_of(version) for version in range(1, 7)] == [0, 1, 2, 3, 4, 5]
-        assert publisher.publish(3, weights(3)) == 7  # a rollback to update 3 gets a number of its own
+        assert publisher.publish(3, weights(3), canary()) == 7  # a rollback to update 3 gets a number of its own
         assert publisher.wait_ready(7, 20) == 7
         assert publisher.update_of(7) == 3
         with pytest.raises(PublishError, match="version 8 was never published; known are 1 to 7"):
@@ -38,11 +38,11 @@ def test_newest_wins_and_skipped_versions_are_never_reused(tmp_path, engine):
 
 def test_an_engine_that_serves_the_old_timeline_is_not_ready_after_a_resume(tmp_path, engine):
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(9, weights(9)), 20)
+        publisher.wait_ready(publisher.publish(9, weights(9), canary()), 20)
     with publishing(tmp_path, [engine], incarnation=2) as publisher:
         until(lambda: publisher.engines()[0].version == 1, "the engine is seen")
         assert state(publisher) == "starting"
-        publisher.wait_ready(publisher.publish(5, weights(5)), 20)
+        publisher.wait_ready(publisher.publish(5, weights(5), canary()), 20)
         assert engine.weight_version == "2"
 
 
@@ -51,13 +51,13 @@ def test_clean_up_keeps_the_newest_what_engines_hold_and_pins(tmp_path, engine):
         return sorted(int(path.name) for path in (tmp_path / "weights").iterdir())
 
     with FakeEngine() as stuck, publishing(tmp_path, [engine, stuck]) as publisher:
-        publisher.publish(0, weights(0))
+        publisher.publish(0, weights(0), canary())
         until(lambda: {e.version for e in publisher.engines()} == {1}, "both serve version 1")
         stuck.script("/pause_generation", *[Answer(400, {"message": "no"})] * 10_000)
-        publisher.wait_ready(publisher.publish(1, weights(1)), 20)
+        publisher.wait_ready(publisher.publish(1, weights(1), canary()), 20)
         with publisher.pin(2):
             for update in range(2, 6):
-                publisher.wait_ready(publisher.publish(update, weights(update)), 20)
+                publisher.wait_ready(publisher.publish(update, weights(update), canary()), 20)
             until(lambda: stored() == [1, 2, 6], "the stuck engine's, the pinned and the newest are left")
         until(lambda: stored() == [1, 6], "the pin is gone")
         stuck._scripts.clear()
@@ -66,7 +66,7 @@ def test_clean_up_keeps_the_newest_what_engines_hold_and_pins(tmp_path, engine):
 
 def test_clean_up_spares_a_version_that_is_whole_and_not_yet_called_newest(tmp_path, engine):
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(0), canary()), 20)
         publisher._folder.write(publisher._folder.allocate(1), lambda folder: save(weights(1), folder))  # the writer, so far
         publisher._collect()  # an engine's thread
         assert publisher._folder.stored() == [1, 2]
@@ -74,10 +74,10 @@ def test_clean_up_spares_a_version_that_is_whole_and_not_yet_called_newest(tmp_p
 
 def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(0), canary()), 20)
         with publisher.hold(20) as held:
             assert held == 1
-            version = publisher.publish(1, weights(1))
+            version = publisher.publish(1, weights(1), canary())
             until(lambda: (tmp_path / "weights" / "2" / "DONE").exists(), "it is written meanwhile")
             with pytest.raises(PublishError, match=r"no engine serves version 2 .*evaluation holds version 1"):
                 publisher.wait_ready(version, 0.1)
@@ -94,17 +94,17 @@ def test_a_hold_ends_at_its_deadline(tmp_path, engine):
     with publishing(tmp_path, [engine], log=log) as publisher:
         with pytest.raises(PublishError, match="cannot hold version 0"), publisher.hold(1):
             pass
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(0), canary()), 20)
         with publisher.hold(0.1):
-            assert publisher.wait_ready(publisher.publish(1, weights(1)), 20) == 2
+            assert publisher.wait_ready(publisher.publish(1, weights(1), canary()), 20) == 2
     assert [fields["version"] for kind, fields in log.events if kind == "hold_expired"] == [1]
 
 
 def test_hold_brings_engines_back_to_an_earlier_version(tmp_path, engine):
     with publishing(tmp_path, [engine]) as publisher:
-        publisher.wait_ready(publisher.publish(0, weights(0)), 20)
+        publisher.wait_ready(publisher.publish(0, weights(0), canary()), 20)
         with publisher.pin(1):
-            publisher.wait_ready(publisher.publish(1, weights(1)), 20)
+            publisher.wait_ready(publisher.publish(1, weights(1), canary()), 20)
             with publisher.hold(20, version=1):
                 assert publisher.wait_ready(1, 20) == 1
                 assert engine.weight_version == "1"
@@ -120,12 +120,12 @@ def test_close_writes_what_is_pending_and_refuses_more(tmp_path, engine):
         save(params, folder)
 
     with publishing(tmp_path, [engine], save=slow) as publisher:
-        publisher.publish(0, weights(0))
+        publisher.publish(0, weights(0), canary())
         until(lambda: publisher._pending is None, "the writer took it")
-        publisher.publish(1, weights(1))
+        publisher.publish(1, weights(1), canary())
         gate.set()
         publisher.close()
         assert (tmp_path / "weights" / "2" / "DONE").exists()
         with pytest.raises(PublishError, match="closed"):
-            publisher.publish(2, weights(2))
+            publisher.publish(2, weights(2), canary())
         assert not engine.paused

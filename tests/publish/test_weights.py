@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from learner.weights import WeightFolder
 from tests.fakes import FakeEngine
-from tests.publish.calls import load, save, weights
+from tests.publish.calls import canary, load, save, weights
 from tests.publish.test_publisher import publishing
 
 
@@ -118,7 +118,7 @@ def test_094_donated_buffers_do_not_change_what_is_published(tmp_path):
     with FakeEngine() as engine, publishing(tmp_path, [engine], save=slow) as publisher:
         for update in range(1, 51):
             params = step(params)
-            version = publisher.publish(update, jax.device_get(params))
+            version = publisher.publish(update, jax.device_get(params), canary())
         publisher.wait_ready(version, 20)
         assert saved[version]["w"].max() == 50
         for version, tree in saved.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -34,6 +35,11 @@ def make_request(rid: str, prompt: list[int], new: int = 8, temperature: float =
     return Request(rid, np.asarray(prompt, np.int32), new, temperature, seed, tuple(stops), True)
 
 
+def make_scored(rid: str, prompt: list[int], start: int = 0, new: int = 1, temperature: float = 1.0) -> Request:
+    """With the logprobs of its prompt behind `start`."""
+    return replace(make_request(rid, prompt, new, temperature), prompt_from=start)
+
+
 @partial(jax.jit, static_argnums=0)
 def _all_logits(graph, state, ids):
     """One compilation for all lengths: what stands after the sequence cannot be seen from inside it."""
@@ -43,14 +49,21 @@ def _all_logits(graph, state, ids):
 
 def model_logprobs(model: Qwen3, request: Request) -> np.ndarray:
     """log p of each output token under the training forward pass, of softmax(z / T) as the engine reports it."""
-    sequence = request.sequence()
+    return _after(model, request.sequence(), len(request.prompt), request.temperature or 1.0)
+
+
+def prompt_logprobs(model: Qwen3, request: Request) -> np.ndarray:
+    """log p of each prompt token after `prompt_from`, of softmax(z)."""
+    return _after(model, request.prompt, request.prompt_from + 1, 1.0)
+
+
+def _after(model: Qwen3, sequence: np.ndarray, start: int, temperature: float) -> np.ndarray:
     ids = np.zeros((1, SHAPE.max_length), np.int32)
     ids[0, : len(sequence)] = sequence
-    logits = np.asarray(_all_logits(nnx.graphdef(model), nnx.state(model), ids), np.float64)[0] / (request.temperature or 1.0)
+    logits = np.asarray(_all_logits(nnx.graphdef(model), nnx.state(model), ids), np.float64)[0] / temperature
     logits -= logits.max(-1, keepdims=True)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    start = len(request.prompt)
-    return np.asarray([logprobs[start + i - 1, token] for i, token in enumerate(request.output)])
+    return np.asarray([logprobs[at - 1, sequence[at]] for at in range(start, len(sequence))])
 
 
 class Bench:

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from flax import nnx
 
 from learner.model import hf
 from learner.serving.api import Served, Server
@@ -69,7 +70,8 @@ def served(loop, models):
     """The loop, and a client of a server on a port of its own."""
 
     async def begin():
-        server = Server(make_model(0), Served(SPEC, (2,), SHAPE, "float32", str(models / "m0"), "auto", "default"))
+        model = hf.build_stored(SPEC, hf.stored(nnx.state(make_model(0), nnx.Param), "float32"), "float32")
+        server = Server(model, Served(SPEC, (2,), SHAPE, "float32", str(models / "m0"), "auto", "default"))
         runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.serving.conftest import SHAPE, SPEC, Bench, make_model, make_request, model_logprobs
+from tests.serving.conftest import SHAPE, SPEC, Bench, make_model, make_request, make_scored, model_logprobs, prompt_logprobs
 
 PROMPTS = [[(7 * i + 3 * j) % 61 + 1 for j in range(4 + 3 * i)] for i in range(8)]
 
@@ -90,6 +90,58 @@ def test_a_shared_prefix_is_copied_and_its_owner_keeps_the_rest(bench, model):
     assert (fork.cached_tokens, back.cached_tokens) == (10, len(owner.sequence()) - 1)
     for request in (fork, back):
         np.testing.assert_allclose(request.logprobs, model_logprobs(model, request), atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_prompt_logprobs_are_those_of_the_training_forward_pass(bench, model, temperature):
+    """At temperature 1, whatever is sampled at; between ordinary requests; shorter, as long and longer than a chunk."""
+    scored = [make_scored(f"s{i}", prompt, 0, 4, temperature) for i, prompt in enumerate([[7], [7, 8], *PROMPTS])]
+    plain = [make_request(f"p{i}", prompt, 4, temperature) for i, prompt in enumerate(PROMPTS)]
+    for request in bench.run(
+        *[each for pair in zip(scored, plain, strict=False) for each in pair], *scored[len(plain) :]
+    ).values():
+        expected = prompt_logprobs(model, request) if request in scored else []
+        np.testing.assert_allclose(request.prompt_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(request.logprobs, model_logprobs(model, request), atol=1e-4)
+
+
+def test_prompt_logprobs_use_the_cache_up_to_where_they_start(bench, model):
+    prompt = PROMPTS[5]
+    bench.run(make_request("first", [*prompt, 1], 2))
+    for start, cached in ((0, 0), (1, 1), (6, 6), (len(prompt) - 1, len(prompt) - 1), (7, 0)):
+        if not cached:
+            assert bench.engine.flush().result(60)
+        request = bench.run(make_scored(f"from {start}", prompt, start, 3))[f"from {start}"]
+        assert request.cached_tokens == cached
+        np.testing.assert_allclose(request.prompt_logprobs, prompt_logprobs(model, request), atol=1e-4)
+        np.testing.assert_allclose(request.logprobs, model_logprobs(model, request), atol=1e-4)
+        assert [pair[1] for pair in request.response()["meta_info"]["input_token_logprobs"]] == prompt[start:]
+
+
+def test_prompt_logprobs_are_of_the_weights_that_sample_the_first_token(bench, model):
+    """Retracted in the middle of decoding, and while they wait: each has one version, and the first span names it."""
+    new = make_model(1)
+    requests = [make_scored(str(i), prompt, 0, 16, 0.7) for i, prompt in enumerate(PROMPTS[:7])]
+    requests[0].max_new_tokens = 2
+    bench.then.append(lambda: bench.engine.update(nnx.state(new, nnx.Param), "2"))
+    bench.engine.submit(requests)
+    finished = bench.collect(len(requests))
+    bench.answers.get(timeout=60).result(60)
+    bench.engine.update(nnx.state(model, nnx.Param), "default").result(60)
+    assert {"default": model, "2": new}.keys() == {request.switches[0][0] for request in finished.values()}
+    assert any(len(request.switches) == 2 for request in finished.values())
+    for request in finished.values():
+        first = {"default": model, "2": new}[request.switches[0][0]]
+        np.testing.assert_allclose(request.prompt_logprobs, prompt_logprobs(first, request), atol=1e-4)
+        _check_spans(request, {"default": model_logprobs(model, request), "2": model_logprobs(new, request)})
+
+
+def test_a_request_that_is_cut_before_it_was_scored_has_no_prompt_logprobs(bench):
+    bench.engine.pause("retract").result(60)
+    bench.engine.submit([make_scored("w", PROMPTS[0])])
+    bench.engine.abort("w").result(60)
+    bench.engine.resume().result(60)
+    assert bench.collect(1)["w"].response()["meta_info"]["input_token_logprobs"] == []
 
 
 def test_065_no_key_survives_a_weight_update(bench, model):
@@ -203,4 +255,5 @@ def test_steady_state_compiles_nothing(bench, model):
         finished = bench.collect(size)
         bench.run(*[make_request(f"n{r.rid}", [*r.sequence().tolist(), 3], 2) for r in finished.values()])
         bench.run(make_request("fork", [*PROMPTS[size - 1][:4], 2, 2], 2))
+        bench.run(make_scored("scored", PROMPTS[size - 1], size))
     assert bench.engine.compilations.total == before

@@ -70,6 +70,20 @@ def test_bad_sampling_params(params, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("start", [3, -2, True, "0", 0.0])
+def test_bad_starts_of_prompt_logprobs(start):
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": start}
+    with pytest.raises(BadRequest, match=f"logprob_start_len is {start!r}; send an integer in 0..2"):
+        read_generate(body, LIMITS)
+    read_generate(body | {"return_logprob": False}, LIMITS)  # SGLang ignores it then
+
+
+def test_prompt_logprobs_without_a_token_are_refused():
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    with pytest.raises(BadRequest, match="max_new_tokens is 0; logprobs of the prompt come with"):
+        read_generate(body, LIMITS)
+
+
 def test_neutral_values_are_accepted():
     one(max_new_tokens=46, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1, n=1, json_schema=None, skip_special_tokens=False)
 

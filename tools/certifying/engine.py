@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from actors.engines import NEUTRAL
+
 CALL_S = 60.0  # one call
 TOGETHER = 8  # requests at one time
 
@@ -49,10 +51,9 @@ class Ask:
     def body(self) -> dict[str, Any]:
         """The same fields that actors send."""
         sampling = {
+            **NEUTRAL,
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
             "stop_token_ids": list(self.stops),
             "sampling_seed": self.seed,
         }

@@ -20,7 +20,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.addresses import MAIN, STALE, Addresses, EngineAddress
+from common import keys
+from common.addresses import MAIN, STALE, Addresses, EngineAddress, RelayAddress
 from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
 from common.config_domain import DELEGATE
@@ -63,7 +64,9 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
 
     used = "path" if config.model.path else "tokenizer"
     model = config.model.model_copy(update={used: absolute(getattr(config.model, used))})
-    engine = config.engine.model_copy(update={"python": absolute(config.engine.python)})
+    engine = config.engine.model_copy(
+        update={"python": absolute(config.engine.python), "router_python": absolute(config.engine.router_python)}
+    )
     tls = config.tls.model_copy(update={name: absolute(getattr(config.tls, name)) for name in ("cert", "key", "ca")})
     domains = [
         domain.model_copy(
@@ -221,7 +224,10 @@ def _hold(host: str, port: int, held: ExitStack) -> bool:
 
 
 def choose_addresses(config: RunConfig, ports: range = PORTS) -> Addresses:
-    """Fixed ports where the configuration says so, free ones elsewhere. Raises Refusal when none are free."""
+    """Fixed ports where the configuration says so, free ones elsewhere. Raises Refusal when none are free.
+
+    Here all engines are on one host, so they share one relay.
+    """
     with ExitStack() as held:  # all at once, so that no port is chosen twice
         for _, number in _fixed_ports(config):
             _hold(config.host, number, held)
@@ -232,19 +238,24 @@ def choose_addresses(config: RunConfig, ports: range = PORTS) -> Addresses:
                     return candidate
             raise Refusal(f"no free port on {config.host} between {ports.start} and {ports.stop}")
 
-        engines = [config.engine.port + index if config.engine.port else port() for index in range(config.engine.count)]
+        numbers = [config.engine.port + index if config.engine.port else port() for index in range(config.engine.count)]
         stale_from = config.engine.count - config.cross_policy.engines
+        engines = [
+            EngineAddress(
+                name=f"engine-{index}", url=f"http://{config.host}:{number}", pool=MAIN if index < stale_from else STALE
+            )
+            for index, number in enumerate(numbers)
+        ]
+        relayed, scheme = config.weights.transport == "relay", "https" if config.tls.cert else "http"
+        names = [engine.name for engine in engines]
         return Addresses(
             learner=f"{config.host}:{config.learner.port or port()}",
-            engines=[
-                EngineAddress(
-                    name=f"engine-{index}",
-                    url=f"http://{config.host}:{number}",
-                    pool=MAIN if index < stale_from else STALE,
-                )
-                for index, number in enumerate(engines)
-            ],
+            engines=engines,
+            router=f"http://{config.host}:{port()}" if config.engine.router else "",
+            router_metrics=f"{config.host}:{port()}" if config.engine.router else "",
             envs={domain.name: [f"{config.host}:{port()}" for _ in range(domain.replicas)] for domain in config.domains},
+            weights=f"{config.host}:{port()}" if relayed else "",
+            relays=[RelayAddress(name="relay-0", url=f"{scheme}://{config.host}:{port()}", engines=names)] if relayed else [],
         )
 
 
@@ -289,7 +300,7 @@ def end_token(tokenizer_config: dict[str, Any]) -> str:
 
 
 def write_folder(config: RunConfig, run: Path) -> Addresses:
-    """config.toml (a run's first start; it never changes), model/ and addresses.json.
+    """config.toml (a run's first start; it never changes), model/, addresses.json and, where one is needed, the key.
 
     model/ is the configuration and the tokenizer, for engines and actors; weights come from the learner. Ports are chosen
     anew each time: those of an earlier start may be taken.
@@ -306,6 +317,8 @@ def write_folder(config: RunConfig, run: Path) -> Addresses:
     replace_file(folder / "config.json", json.dumps(model_config(config.model), indent=2).encode())
     addresses = choose_addresses(config)
     addresses.write(run)
+    if config.keyed:
+        keys.make(run)
     return addresses
 
 
@@ -324,6 +337,12 @@ def programs(config: RunConfig, run: Path, addresses: Addresses, learner_argumen
     out += [
         Program(engine.name, "engine", engines.command(config, run, engine.url, has_accelerator()))
         for engine in addresses.engines
+    ]
+    if addresses.router:
+        out.append(Program("router", "router", engines.router_command(config.engine, addresses)))
+    out += [
+        Program(relay.name, "relay", (python, "-m", "actors.relay", "--run", folder, "--index", str(index)))
+        for index, relay in enumerate(addresses.relays)
     ]
     learner = (python, "-m", "learner", "--run", folder, *learner_arguments)
     out.append(Program("learner", "learner", learner, resumes=not learner_arguments))

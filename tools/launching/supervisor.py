@@ -31,7 +31,7 @@ CONFIGURATION = 2  # exit status
 @dataclass(frozen=True)
 class Program:
     name: str  # also names the log
-    role: str  # "env", "engine", "learner" or "actor"
+    role: str  # "env", "engine", "router", "relay", "learner" or "actor"
     argv: tuple[str, ...]
     resumes: bool = False  # restarted with --resume when there is a checkpoint
 

@@ -1,0 +1,35 @@
+"""Certificates for everybody's tests of TLS."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from common.wire import Tls
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory):
+    """A throw-away authority, a certificate it signed, and one signed by somebody else."""
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    def authority(name):
+        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        openssl("req", "-x509", *key, "-days", "2", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
+
+    def signed(name, by):
+        (folder / "san").write_text("subjectAltName=IP:127.0.0.1")
+        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        openssl("req", *key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        ca = ["-CA", f"{by}.pem", "-CAkey", f"{by}.key", "-CAcreateserial", "-days", "2", "-extfile", "san"]
+        openssl("x509", "-req", "-in", f"{name}.csr", *ca, "-out", f"{name}.pem")
+        return Tls(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / "ours.pem"))
+
+    authority("ours")
+    authority("theirs")
+    return signed("server", "ours"), signed("client", "ours"), signed("stranger", "theirs")
