@@ -72,6 +72,7 @@ class Generation:
     logprobs: list[float]
     versions: tuple[VersionRun, ...]
     finish: Finish
+    cached: int  # prompt tokens that the engine took from its cache
 
 
 class Engines:
@@ -159,6 +160,7 @@ class Engines:
             ids = [pair[1] for pair in pairs]
             logprobs = [pair[0] for pair in pairs]
             listed = answer.get("output_ids", ids)
+            cached = int(meta.get("cached_tokens") or 0)
             kind, spans = meta["finish_reason"]["type"], meta["weight_versions"]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise EngineFault(f"{engine.name}: an answer without {error}: {data[:200]!r}") from error
@@ -170,7 +172,7 @@ class Engines:
         finish = FINISH.get(kind)
         if finish is None or (finish == Finish.STOP and not ids) or len(ids) > request.max_new_tokens:
             raise EngineFault(f"{engine.name}: finish {kind!r} with {len(ids)} of at most {request.max_new_tokens} tokens")
-        return Generation(ids, logprobs, _version_runs(engine, spans, len(ids)), finish)
+        return Generation(ids, logprobs, _version_runs(engine, spans, len(ids)), finish, cached)
 
     def _check_tokens(self, engine: EngineInfo, ids: list[int], logprobs: list[float]) -> None:
         for token, logprob in zip(ids, logprobs, strict=True):

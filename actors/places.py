@@ -98,8 +98,6 @@ class Places:
         except asyncio.CancelledError:
             if waiter.granted.done() and not waiter.granted.cancelled() and not waiter.granted.exception():
                 self._give_back(waiter.granted.result())  # it was granted while the caller was being cancelled
-            elif waiter in self._queues[pool]:
-                self._queues[pool].remove(waiter)
             raise
         try:
             yield engine
@@ -169,7 +167,7 @@ class Places:
         queue = self._queues.get(pool, deque())
         while queue:
             waiter = queue[0]
-            if waiter.granted.done():  # cancelled, and about to leave
+            if waiter.granted.done():  # cancelled
                 queue.popleft()
                 continue
             if not any(engine.pool == pool for engine in self._table.values()):

@@ -216,6 +216,11 @@ class LearnerConfig(Table):
     max_attempts: Positive = Field(default=3, description="of one rollout, before it is failed")
     lease_s: Lease = Field(default=20.0, description="an assignment whose actor is silent for so long is issued again")
     port: Port = Field(default=0, description="0 picks a free one")
+    gap: Literal["every", "newest"] = Field(
+        default="every",
+        description="compare engines with the learner on tokens of every version within max_lag (so many policies are kept on the"
+        " device for it), or of the newest alone",
+    )
     row_length: Positive = Field(default=320, description="tokens of a packed row; no rollout may be longer")
     rows_per_microbatch: Positive = 32
     stall_s: Rate = Field(default=120.0, description="a wait of the learner longer than this becomes an event")

@@ -74,15 +74,16 @@ class EngineKeeper:
 
     def _update(self, target: int) -> None:
         started = time.monotonic()
-        stage = "fetch"
+        stage, took = "fetch", {}
         try:
             folder = self._api.prepare(self._publisher._folder.path(target), target)  # it may take a while, and serves meanwhile
             with self._publisher._turn() as mine:
                 if not mine:
                     return
                 for name, step in self._stages(folder, target):
-                    stage = name
+                    stage, began = name, time.monotonic()
                     step()
+                    took[name] = time.monotonic() - began
         except EngineGone as error:
             self._gone(error)
         except EngineError as error:
@@ -93,7 +94,13 @@ class EngineKeeper:
             self._set(version=target, state="ready", reason="")
             self._publisher._events(
                 "engine_updated",
-                {"name": self._info.name, "version": target, "seconds": time.monotonic() - started, "canary": self._mean},
+                {
+                    "name": self._info.name,
+                    "version": target,
+                    "seconds": time.monotonic() - started,
+                    "stages": took,
+                    "canary": self._mean,
+                },
             )
             self._publisher.canaries[self._info.name] = self._mean
             self._publisher._collect()

@@ -163,6 +163,7 @@ def take(run: Run) -> Batch:
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
     run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
+    run.trainer.published(run.version)
     run.control.published(run.version, run.update)
 
 

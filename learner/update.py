@@ -24,6 +24,7 @@ from common.types import Source, Status, Trajectory
 from learner import credit, objective, optimizer
 from learner.advantages import whiten
 from learner.canary import Canary
+from learner.gap import Gap
 from learner.model import hf
 from learner.model.spec import ModelSpec
 from learner.pack import Aggregation, Example, Microbatch, Packed, Shape, pack
@@ -66,6 +67,8 @@ class Trainer:
         self._score_values = jax.jit(network.score_values)
         self._score_logprobs = jax.jit(network.score_logprobs)
         self._canary = jax.jit(network.canary)
+        kept = config.learner.max_lag if config.learner.gap == "every" else 0
+        self._gap = Gap(self._score_logprobs, self._shape, config.model.dtype, kept)
         self._bad_updates = 0
 
     # ---- updates -------------------------------------------------------------------------------------------
@@ -89,7 +92,8 @@ class Trainer:
         """One update: epochs x minibatches optimizer steps, each on whole groups.
 
         `live` masks tokens that are too old; a rollout that it does not name is live. `version` names published
-        weights that equal the present parameters: the engine/learner gap is then measured on its tokens alone.
+        weights that equal the present parameters: the engine/learner gap is then measured on its tokens, and on those of older
+        versions that `published` was told of.
 
         Raises ValueError for rollouts that have no place in a policy loss, PackError when one does not fit a row, and
         TrainingStopped.
@@ -110,7 +114,8 @@ class Trainer:
                 first = not report.steps
                 logprobs = self._optimize(self._policy, packed, report)
                 if first:  # nothing has changed yet: these are the logprobs of the weights that the update began with
-                    report.extra |= _gap(chosen, packed.read([np.asarray(x) for x in logprobs]), version)
+                    own = packed.read([np.asarray(x) for x in logprobs])
+                    report.extra |= self._gap.measure(chosen, own, version, [e for group in examples for e in group])
         return self._finish(report)
 
     def _credit(self, batch: Sequence[Sequence[Rollout]], report: _Report) -> list[list[list[credit.Credit]]]:
@@ -198,6 +203,10 @@ class Trainer:
         """The policy as it is published: Hugging Face's names and layout, `model.dtype`, in host memory. A copy, so training
         may go on."""
         return hf.snapshot(self._state.params["policy"], self._config.model.dtype)
+
+    def published(self, version: int) -> None:
+        """The present policy is `version`."""
+        self._gap.keep(version, self._state.params["policy"])
 
     def canary(self, ids: np.ndarray) -> Canary:
         """What an engine must answer to ids [N] once it serves the present policy as it is published."""
@@ -348,26 +357,6 @@ class _Report:
             for name in ("lr", "grad_norm", "update_norm"):
                 out[name] = sum(float(getattr(step, name)) for *_, step in finite) / len(finite)
         return out | self.extra
-
-
-def _gap(examples: Sequence[Example], logprobs: Sequence[np.ndarray], version: int) -> Metrics:
-    """Engine against learner, over trained tokens: of `version` if it is known, of all otherwise. |Δlogprob|, and the k3
-    estimator of KL(engine, learner): mean of r - 1 - log r, with r = learner's probability / engine's."""
-    found = []
-    for example, own in zip(examples, logprobs, strict=True):
-        chosen = example.mask & ((example.versions == version) | (version < 0))
-        found.append(example.behaviour[chosen] - _padded(own, len(chosen))[chosen])
-    logs = np.concatenate(found).astype(np.float64) if found else np.zeros(0)
-    gap = np.abs(logs)
-    if not len(gap):
-        return {"gap_tokens": 0.0}
-    return {
-        "gap_tokens": float(len(gap)),
-        "gap_mean": float(gap.mean()),
-        "gap_p99": float(np.quantile(gap, 0.99)),
-        "gap_max": float(gap.max()),
-        "gap_k3": float((np.exp(-logs) - 1 + logs).mean()),
-    }
 
 
 def _explained_variance(examples: Sequence[Example]) -> Metrics:

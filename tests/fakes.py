@@ -32,6 +32,7 @@ class Answer:
 
     status: int
     body: Any = field(default_factory=dict)
+    location: str = ""
 
 
 HANG = "hang"  # never answer
@@ -144,6 +145,7 @@ class FakeEngine(Server):
     def __init__(self, *, slots: int = 8, token_s: float = 0.0, reply: Reply = count_up, vocabulary: int = 2**31) -> None:
         self.slots, self.token_s, self.reply, self.vocabulary = slots, token_s, reply, vocabulary
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body of every POST, in order
+        self.queries: list[str] = []  # of every POST, in order
         self.trace: list[tuple[str, str]] = []  # ("update", version), ("flush", ""), ("token", rid), in order
         self.reused: list[tuple[str, str]] = []  # (version that reads, version that wrote) of every prefix cache hit
         self.healthy = True
@@ -210,6 +212,7 @@ class FakeEngine(Server):
         if locked_out := self._locked_out(http):
             return locked_out
         self.calls.append((http.path, body))
+        self.queries.append(http.query_string)
         lose = self._scripts[http.path] and self._scripts[http.path][0] == LOSE
         if lose:
             self._scripts[http.path].popleft()
@@ -228,7 +231,10 @@ class FakeEngine(Server):
             await asyncio.Event().wait()
         if not isinstance(answer, Answer):
             return _drop(http)
-        return _json(answer.body, answer.status)
+        response = _json(answer.body, answer.status)
+        if answer.location:
+            response.headers["Location"] = answer.location
+        return response
 
     # ---- control ---------------------------------------------------------------------------------------------
 

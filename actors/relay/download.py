@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import ssl
 import threading
 from collections import Counter
@@ -128,6 +129,13 @@ class Source:
             self._mine.connection = None
             self._open.remove(connection)
             connection.close()
+
+    def interrupt(self) -> None:
+        """Whoever waits for bytes gets none any more."""
+        for connection in list(self._open):
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):  # the plain socket's call: that of TLS is not for two threads
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         for connection in self._open:

@@ -39,6 +39,7 @@ def free_bytes(folder: Path) -> int:
 class _Fetch:
     """A download that is under way, and how many wait for it."""
 
+    source: Source
     task: asyncio.Task[None] = field(init=False)
     download: list[Download] = field(default_factory=list)  # one, when the listing has come
     waiting: int = 0
@@ -48,6 +49,7 @@ class _Fetch:
         self.stopped = True
         for download in self.download:
             download.stop()
+        self.source.interrupt()
 
 
 class Versions:
@@ -108,8 +110,8 @@ class Versions:
         while (fetch := self._fetches.get(version)) and fetch.stopped:
             await asyncio.wait([fetch.task])
         if fetch is None:
-            fetch = self._fetches[version] = _Fetch()
-            fetch.task = asyncio.create_task(self._run(fetch, source, version))
+            fetch = self._fetches[version] = _Fetch(Source(source, self._tls))
+            fetch.task = asyncio.create_task(self._run(fetch, version))
             fetch.task.add_done_callback(lambda task: task.exception())  # it may end when nobody waits any more
         fetch.waiting += 1
         try:
@@ -120,15 +122,15 @@ class Versions:
                 fetch.stop()
         fetch.task.result()
 
-    async def _run(self, fetch: _Fetch, url: str, version: int) -> None:
+    async def _run(self, fetch: _Fetch, version: int) -> None:
         try:
-            await asyncio.to_thread(_delete, self._unwanted(version))
-            with closing(Source(url, self._tls)) as source:
+            with closing(fetch.source) as source:
+                await asyncio.to_thread(_delete, self._unwanted(version))
                 listing = await asyncio.to_thread(listing_of, source, version)
                 if self._whole.get(version) == listing:
                     return
-                if self._whole.pop(version, None):  # the run was started over
-                    self.path(version).rename(self._partial(version))
+                if self._whole.pop(version, None):  # the run was started over: other files, since an engine may map these
+                    await asyncio.to_thread(_delete, [self.path(version)])
                 download = Download(source, listing, self._partial(version), self._free)
                 fetch.download.append(download)
                 if fetch.stopped:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +166,9 @@ def build(spec: ModelSpec, state: nnx.State, dtype: str = "float32", remat: bool
     return model
 
 
+@lru_cache(maxsize=4)
 def abstract_state(spec: ModelSpec) -> nnx.State:
-    """Shapes and dtypes of the parameters."""
+    """Shapes and dtypes of the parameters. Kept: making it takes a second for a real model, in every weight update."""
     return nnx.state(nnx.eval_shape(lambda: Qwen3(spec, rngs=nnx.Rngs(0))), nnx.Param)
 
 

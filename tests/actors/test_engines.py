@@ -14,7 +14,7 @@ from actors.engines import NEUTRAL, Engines, EngineUnavailable, Generation, Requ
 from actors.places import PlaceRules
 from actors.rollout import run_rollout
 from common.seeds import turn_seed
-from common.types import Finish, Status, VersionRun
+from common.types import EngineInfo, Finish, Status, VersionRun, ids_array
 from common.validate import Vocabulary
 from learner.engine_api import EngineApi
 from tests.actors.servers import ScriptedDomain, answer, assignment, env_server, play, prompts, ready, toy_parts, turns
@@ -105,6 +105,16 @@ async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
     assert "prompt id 384 is outside 0..383" in record.flags[0]
 
 
+async def test_it_says_how_much_came_from_the_engines_cache() -> None:
+    engines = Engines(Vocabulary(384, 356), 60.0, PlaceRules(8))
+    with FakeEngine() as engine:
+        info = EngineInfo("engine-0", engine.url, "main", 1, "ready")
+        engine.script("/generate", *(Answer(200, answer([7, 2], "stop", cached_tokens=count)) for count in (3, None)))
+        ask = Request("r", ids_array([5, 6, 7, 8]), 2, 1.0, (2,), 0)
+        assert [(await engines.generate(info, ask)).cached for _ in range(2)] == [3, 0]
+    await engines.close()
+
+
 async def test_076_an_engine_abort_is_resumed_and_bounded() -> None:
     with FakeEngine() as engine:
         engine.script("/generate", *[Answer(200, answer([], "abort", weight_versions=[]))] * 8)
@@ -162,7 +172,7 @@ async def test_a_lost_connection_is_not_tried_again_by_the_library() -> None:
 
 async def test_a_redirect_is_not_followed() -> None:
     with FakeEngine() as engine, FakeEngine() as other:
-        engine.script("/generate", Answer(307, {"error": {"message": "elsewhere"}}))
+        engine.script("/generate", Answer(307, {"error": {"message": "elsewhere"}}, other.url + "/generate"))
         record = await play(assignment(["done"]), engine)
         assert other.calls == []
     assert record.flags[0].startswith("reason:EngineRefused: engine-0 answered HTTP 307")
@@ -185,6 +195,14 @@ async def test_a_request_that_takes_too_long_gives_back_what_it_has() -> None:
             part = await ask(engines, "long", 300)
         assert (part.finish, set(part.ids)) == (Finish.ABORT, {7})
         assert part.versions == (VersionRun(0, 1, "engine-0", "main"),)
+
+
+async def test_a_request_that_was_answered_is_not_aborted() -> None:
+    with FakeEngine() as engine:
+        async with client(engine, timeout_s=0.2) as engines:
+            await ask(engines)
+            await asyncio.sleep(0.4)
+        assert engine.posts() == []
 
 
 async def test_a_pause_that_takes_too_long_gives_back_what_was_sampled_before_it() -> None:
@@ -225,6 +243,23 @@ async def test_a_connection_that_is_lost_is_followed_by_an_abort() -> None:
             with pytest.raises(EngineUnavailable):
                 await ask(engines, "lost")
             await eventually(lambda: ("/abort_request", {"rid": "lost"}) in engine.calls)
+
+
+NOBODYS = answer([6], "length", weight_versions=[{"version": "default", "start": 0, "end": 1}])
+
+
+@pytest.mark.parametrize("failure", [Answer(503), Answer(429), Answer(500), Answer(200, NOBODYS), DROP, HANG], ids=str)
+async def test_an_engine_that_does_not_serve_rests(failure: Answer | str) -> None:
+    with FakeEngine() as engine:
+        engine.script("/generate", failure)
+        async with client(engine, timeout_s=0.2) as engines:
+            with pytest.raises(EngineUnavailable):
+                await ask(engines)
+            assert engines.places.ready("main") == []
+            engines.places.failed("engine-0", begun=float("inf"))
+            await ask(engines)
+            engines.places.failed("engine-0", begun=float("inf"))
+            assert engines.places._rests["engine-0"].failures == 1  # served in between
 
 
 ENDS = [HANG, DROP, LOSE, Answer(503), Answer(429), Answer(200, {"text": ""}), Answer(400), "cancel", "abort", "pause", "restart"]

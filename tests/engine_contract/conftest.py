@@ -24,7 +24,7 @@ import pytest
 
 from common import keys
 from learner.engine_api import EngineApi, EngineError
-from learner.model import hf
+from learner.model import hf, tensorfiles
 from learner.model.spec import ModelSpec
 from tests.processes import until
 from tools.certifying.scores import Learner
@@ -44,10 +44,11 @@ CPU_FLAGS = (
 )
 
 
-def make_model(folder: Path, seed: int) -> Path:
+def make_model(folder: Path, seed: int, shard_bytes: int = tensorfiles.SHARD_BYTES) -> Path:
     """Random weights, larger than a fresh model's: its distributions are far from uniform."""
     state = jax.tree.map(lambda x: 5 * x if x.ndim == 2 else x, hf.random_state(SPEC, seed))
     hf.save(state, SPEC, folder, "float32", END)
+    tensorfiles.write(hf.snapshot(state, "float32"), folder, shard_bytes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
     return folder
@@ -55,7 +56,7 @@ def make_model(folder: Path, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Models:
-    """Two directories of one architecture; their versions are 1 and 2."""
+    """Two directories of one architecture, the second in shards; their versions are 1 and 2."""
 
     a: Path
     b: Path
@@ -65,7 +66,7 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("models")
-    a, b = make_model(root / "a", 0), make_model(root / "b", 1)
+    a, b = make_model(root / "a", 0), make_model(root / "b", 1, 100_000)
     return Models(a, b, {"1": Learner(a, "float32"), "2": Learner(b, "float32")})
 
 

@@ -198,6 +198,7 @@ async def test_the_row_follows_the_engines(run: Run) -> None:
     assert (run.row.state, run.row.version) == ("ready", 3)
     run.table(("updating", 3), ("updating", 3))
     assert run.row.state == "updating"
+    await asyncio.sleep(0.3)  # it has looked again
     assert run.workers() == {"engine-0", "engine-1"}  # what they have in flight waits and goes on
 
 

@@ -409,7 +409,7 @@ def test_the_canary_is_that_of_the_published_weights(tmp_path):
     trainer = Trainer(config(), SPEC)
     ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
     found = trainer.canary(ids)
-    hf.write(trainer.snapshot(), SPEC, tmp_path, 2)
+    hf.write(trainer.snapshot(), SPEC, tmp_path, None)
     spec, state = hf.load(tmp_path)
     model = hf.build(spec, state)
     row = jnp.arange(len(ids))[None]
@@ -447,3 +447,35 @@ def test_the_gap_is_a_mean_a_quantile_and_a_divergence(grpo):
     assert metrics["gap_mean"] == pytest.approx(0.1, rel=1e-3)
     assert metrics["gap_p99"] == pytest.approx(0.1, rel=1e-3)
     assert metrics["gap_k3"] == pytest.approx(0.004837, rel=1e-2)
+
+
+def of_version(groups, version):
+    run = (VersionRun(0, version, "e", "main"),)
+    return [[replace(t, steps=tuple(replace(s, versions=run) for s in t.steps)) for t in group] for group in groups]
+
+
+def test_the_gap_of_older_tokens_is_taken_under_the_weights_that_sampled_them():
+    """With max_lag 2 the three newest policies are known; what was sampled by the one before is not compared with another."""
+    trainer = Trainer(config(learner={"max_lag": 2}, optimizer={"lr": 0.05}), SPEC)
+    sampled = {}
+    for version in (1, 2, 3, 4):
+        trainer.published(version)
+        sampled[version] = of_version(with_behaviour(trainer, batch(), offset=0.01 * version), version)
+        trainer.policy_update(with_behaviour(trainer, batch(version)), version=version)
+    trainer.published(5)
+    moved = trainer.policy_update(sampled[4], version=-1)["gap_mean"]  # against the present policy: they have moved apart
+    assert moved > 0.1
+    for version in (4, 3):
+        metrics = trainer.policy_update(sampled[version], version=5)
+        assert metrics["gap_mean"] == pytest.approx(0.01 * version, rel=1e-3)
+        assert metrics["gap_tokens"] > 0
+    assert trainer.policy_update(sampled[2], version=5)["gap_tokens"] == 0
+
+
+def test_the_gap_can_be_left_to_the_newest_version():
+    trainer = Trainer(config(learner={"max_lag": 2, "gap": "newest"}), SPEC)
+    trainer.published(1)
+    old = of_version(with_behaviour(trainer, batch()), 1)
+    assert trainer.policy_update(old, version=1)["gap_tokens"] > 0
+    trainer.published(2)
+    assert trainer.policy_update(old, version=2)["gap_tokens"] == 0

@@ -6,6 +6,7 @@ import json
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from common.config import ModelConfig
-from learner.model import hf
+from learner.model import hf, tensorfiles
 from learner.model.qwen3 import Qwen3
 from learner.model.spec import ModelError, ModelSpec, eos_ids, read_config, spec_from_config
 
@@ -67,6 +68,61 @@ def test_bfloat16_rounds_once(tmp_path):
         np.testing.assert_array_equal(after, np.asarray(before).astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+def sharded(folder, state, dtype):
+    """A model directory of five or more files."""
+    tensors = hf.snapshot(state, dtype)
+    hf.write_config(UNTIED if "lm_head.weight" in tensors else SPEC, folder, dtype, 2)
+    tensorfiles.write(tensors, folder, 3_000)
+    assert len(list(folder.glob("*.safetensors"))) >= 5
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("spec", [SPEC, UNTIED])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_an_engine_maps_is_what_the_trainer_had(tmp_path, spec, dtype, shards):
+    """Bit for bit in the published dtype, after the trainer's buffers are gone; and the same model computes with them."""
+    state = jax.tree.map(jnp.array, nnx.state(make_model(spec), nnx.Param))
+    wanted = {hf.hf_name(p): np.array(v[...], hf.DTYPES[dtype]) for p, v in nnx.to_flat_state(state)}
+    if shards:
+        sharded(tmp_path, state, dtype)
+    else:
+        hf.write(tensors := hf.snapshot(state, dtype), spec, tmp_path, 2)
+        jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(state)
+        assert {name: array.tobytes() for name, array in tensors.items()} == {n: a.tobytes() for n, a in load_all(tmp_path)}
+    read_spec, places = hf.read(tmp_path)
+    params = hf.on_device(places, dtype)
+    assert (read_spec, read_config(tmp_path)["torch_dtype"]) == (spec, dtype)
+    for place, param in nnx.to_flat_state(params):
+        stored = np.asarray(param[...])
+        turned = stored.T if place[-1] == "kernel" else stored
+        assert (turned.dtype.name, turned.tobytes()) == (dtype, wanted[hf.hf_name(place)].tobytes())
+        if stored.nbytes % tensorfiles.ALIGNMENT == 0:
+            assert param[...].unsafe_buffer_pointer() == places[place].ctypes.data  # not copied
+    close = 1e-5 if dtype == "float32" else 0.05
+    ours = hf.build(*hf.load(tmp_path), dtype=dtype)
+    np.testing.assert_allclose(forward(hf.build_stored(spec, params, dtype)), forward(ours), rtol=close, atol=close)
+
+
+def test_an_engine_of_another_dtype_casts(tmp_path):
+    state = nnx.state(make_model(UNTIED), nnx.Param)
+    hf.save(state, UNTIED, tmp_path)
+    params = hf.on_device(hf.read(tmp_path)[1], "bfloat16")
+    for cast, direct in zip(jax.tree.leaves(params), jax.tree.leaves(hf.stored(state, "bfloat16")), strict=True):
+        assert cast.dtype == direct.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(np.asarray(cast), np.asarray(direct))
+
+
+def test_the_trainers_weights_are_copies(tmp_path):
+    """Loaded once, and then the directory may change under it."""
+    hf.save(make_model(SPEC), SPEC, tmp_path)
+    for leaf in jax.tree.leaves(hf.load(tmp_path)[1]):
+        assert (leaf.flags.writeable, leaf.flags.c_contiguous, leaf.dtype) == (True, True, np.float32)
+
+
+def load_all(folder):
+    return [pair for path in folder.glob("*.safetensors") for pair in load_file(path).items()]
+
+
 def test_sharded_files_are_read(tmp_path):
     model = make_model(SPEC)
     hf.save(model, SPEC, tmp_path)
@@ -109,6 +165,11 @@ def _untied_head(folder, tensors):
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
 
 
+def _cut_short(folder, tensors):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def _garbage(folder, tensors):
     (folder / "model.safetensors").write_bytes(b"not a file of tensors")
 
@@ -129,6 +190,7 @@ def _bad_config(folder, tensors):
         (_extra, "unknown tensor model.layers.2.mlp.up_proj.weight (1 in all)"),
         (_wrong_shape, "tensor model.norm.weight gives shape (15,), config.json wants (16,)"),
         (_untied_head, "unknown tensor lm_head.weight"),
+        (_cut_short, "is not a safetensors file"),
         (_garbage, "is not a safetensors file"),
         (_no_config, "no readable config.json"),
         (_bad_config, "is not JSON"),
@@ -140,6 +202,8 @@ def test_a_damaged_directory_is_one_clear_error(tmp_path, damage, message):
     with pytest.raises(ModelError) as error:
         hf.load(tmp_path)
     assert message in str(error.value)
+    with pytest.raises(ModelError):
+        hf.read(tmp_path)
     assert "\n" not in str(error.value)
 
 

@@ -81,7 +81,7 @@ def run_over(publisher, control) -> main.Run:
     config = RunConfig.model_validate(
         {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
     )
-    trainer = SimpleNamespace(snapshot=lambda: weights(1), canary=lambda ids: canary())
+    trainer = SimpleNamespace(snapshot=lambda: weights(1), canary=lambda ids: canary(), published=lambda version: None)
     publisher = publisher or SimpleNamespace(check=lambda: None)
     return main.Run(config, Path(), None, control, trainer, publisher, Checkpoints(), None, lambda: False)  # type: ignore[arg-type]
 
@@ -125,6 +125,7 @@ class Sometimes:
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
         self.canary = lambda ids: canary()
+        self.published = lambda version: None
 
     def snapshot(self):
         return weights(1)
@@ -312,6 +313,9 @@ class Supervised:
 
     def canary(self, ids):
         return canary()
+
+    def published(self, version):
+        pass
 
     def supervised(self, rollouts, lr):
         self.rates.append(lr)

@@ -44,6 +44,8 @@ def test_order_of_an_update(tmp_path, engine):
         assert publisher.wait_ready(publisher.publish(7, weights(2), canary()), 20) == 2
         assert publisher.update_of(2) == 7
     assert log.states("engine-0")[-4:] == [("updating", 0), ("ready", 1), ("updating", 1), ("ready", 2)]
+    updated = [fields["stages"] for kind, fields in log.events if kind == "engine_updated"]
+    assert [list(stages) for stages in updated] == [["pause", "update", "verify", "continue", "canary"]] * 2
     assert log.tables[-1][0].version == 2
     assert not engine.paused
 

@@ -2,12 +2,14 @@
 
 import time
 
+import ml_dtypes  # noqa: F401 - gives NumPy the name bfloat16
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.weights import WeightFolder
+from learner.weights import CHUNK, WeightFolder, nonfinite
 from tests.fakes import FakeEngine
 from tests.publish.calls import canary, load, save, weights
 from tests.publish.test_publisher import publishing
@@ -124,3 +126,17 @@ def test_094_donated_buffers_do_not_change_what_is_published(tmp_path):
         for version, tree in saved.items():
             assert (tree["w"] == publisher.update_of(version)).all()
             assert (tree["b"] == publisher.update_of(version)).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.lists(st.sampled_from([1.0, -0.0, 3e38, -6e4, 1e-40, np.inf, -np.inf, np.nan, -np.nan]), max_size=20),
+    st.sampled_from([0, CHUNK - 3, CHUNK + 5]),
+)
+def test_values_that_are_not_finite_are_counted(dtype, values, before):
+    """Those that a cast makes infinite too, wherever they stand in a long array."""
+    with np.errstate(over="ignore"):
+        array = np.concatenate([np.ones(before), values]).astype(np.dtype(dtype))
+    assert nonfinite(array) == np.count_nonzero(~np.isfinite(array.astype(np.float64)))
+    assert nonfinite(np.stack([array, array], axis=1).T) == 2 * nonfinite(array)

@@ -78,6 +78,7 @@ def stub_kernels() -> None:
 
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of a small model wait for each other: on a busy machine, 40 times slower
 stub_triton()  # at import: SGLang starts further processes, which import this file again
 declare_torchvision()
 stub_kernels()
