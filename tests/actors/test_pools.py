@@ -110,7 +110,7 @@ async def test_main_never_falls_back_on_the_stale_pool() -> None:
         async with env_server(ScriptedDomain()) as server, toy_parts([f"127.0.0.1:{server.port}"], [busy, stale]) as parts:
             playing = asyncio.create_task(run_rollout(work, parts, wait))
             await eventually(lambda: wait.name == "engine.ready")
-            parts.engines.update([ready, stale])
+            parts.engines.places.update([ready, stale])
             record = await playing
     assert [run.pool for run in runs_of(record)] == ["main"]
     assert old.calls == []

@@ -65,7 +65,7 @@ def test_the_batch_measures_the_lag_of_each_pool(tmp_path):
     control, _, _ = started(tmp_path, **CROSS_POLICY | {"learner": {"updates": 6, "max_lag": 1, "max_attempts": 2}})
     control.ledger.update = 3
     for version in (2, 3, 4):
-        control.published(version, version - 1)
+        publish(control, version, version - 1)
     control.set_engines([engine(4)])
     one, two, three, four = lease(control, 4)
     assert one.stale_share == 0.3
@@ -89,7 +89,7 @@ def test_the_batch_measures_the_lag_of_each_pool(tmp_path):
 
 def test_only_training_rollouts_of_the_policy_use_the_stale_pool(tmp_path):
     control = make_control(tmp_path, **CROSS_POLICY | {"warm": {"updates": 1, "rollouts_per_update": 3}})
-    control.published(1, 0)
+    publish(control, 1, 0)
     control.set_engines([engine(1)])
     control.start_warm()
     assert [a.stale_share for a in lease(control, 1)] == [0.0]

@@ -8,7 +8,7 @@ from learner.publisher import NotReady
 from learner.stale_pool import StalePool
 from tests.fakes import Answer, FakeEngine
 from tests.processes import until
-from tests.publish.calls import Log, publishing, state, weights
+from tests.publish.calls import Log, canary, publishing, state, weights
 
 POOLS = ("main", "stale")
 
@@ -43,7 +43,7 @@ def test_without_a_refresh_it_follows_the_newest():
 def publish_all(publisher, first, last):
     """Updates first..last; main serves each before the next."""
     for update in range(first, last + 1):
-        version = publisher.publish(update, weights(update))
+        version = publisher.publish(update, weights(update), canary())
         assert publisher.wait_ready(version, 20) == version
 
 
@@ -102,7 +102,7 @@ def test_an_evaluation_holds_main_only(tmp_path, engine):
         until(lambda: versions(publisher) == [2, 1], "two versions")
         with publisher.hold(60) as version:
             assert version == 2
-            publisher.publish(2, weights(2))
+            publisher.publish(2, weights(2), canary())
             until(lambda: versions(publisher) == [2, 3], "the stale pool is refreshed, main is held")
         until(lambda: versions(publisher) == [3, 3], "main follows")
 
@@ -110,7 +110,7 @@ def test_an_evaluation_holds_main_only(tmp_path, engine):
 def test_only_main_makes_a_version_ready(tmp_path, engine):
     engine.script("/pause_generation", *[Answer(500, {"message": "no"})] * 1000)
     with FakeEngine() as stale, publishing(tmp_path, [engine, stale], pools=POOLS, refresh=2) as publisher:
-        version = publisher.publish(0, weights(0))
+        version = publisher.publish(0, weights(0), canary())
         until(lambda: state(publisher, 1) == "ready", "the stale pool serves")
         with pytest.raises(NotReady, match=r"no engine serves version 1 after .*: engine-0 at [^;]* is quarantined[^;]*$"):
             publisher.wait_ready(version, 0.05)
