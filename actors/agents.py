@@ -250,8 +250,8 @@ class Agents:
         stops = (*s.stop, *parts.chat.format.stops)  # looked for here: engines that get ids have no text
         sampled, why = Sampled(), ""
         for attempt in range(TURN_TRIES):
-            pool = wanted if parts.engines.places.ready(wanted) else MAIN
-            async with parts.engines.places.take(self._engines.get(pool, ""), pool, wait.set) as chosen:
+            otherwise = MAIN if wanted != MAIN else ""
+            async with parts.engines.places.take(self._engines.values(), wanted, wait.set, otherwise) as chosen:
                 wait.set("engine.generate", chosen.name)
                 rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
                 left = budget - len(sampled.ids)

@@ -15,7 +15,7 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -40,7 +40,8 @@ class PlaceRules:
 
 @dataclass(eq=False)
 class _Waiter:
-    preferred: str
+    preferred: Collection[str]
+    otherwise: str  # pool to go to when this one has no engine ready; "" stays
     tell: Tell
     told: str
     granted: asyncio.Future[EngineInfo]
@@ -81,19 +82,20 @@ class Places:
         self._serve()
 
     @asynccontextmanager
-    async def take(self, preferred: str, pool: str, tell: Tell) -> AsyncIterator[EngineInfo]:
-        """A place at an engine of `pool`; the caller sets the deadline. Raises NoEngine.
+    async def take(self, preferred: Collection[str], pool: str, tell: Tell, otherwise: str = "") -> AsyncIterator[EngineInfo]:
+        """A place at an engine of `pool`, or of the pool `otherwise` as soon as no engine of `pool` is ready; the caller sets the
+        deadline. Raises NoEngine.
 
-        With choice "prefix" it is at `preferred`, the engine that has the prefix in its cache, unless that is full or resting;
+        With choice "prefix" it is at one of `preferred`, the engine that has the prefix in its cache, unless that is full or resting;
         then, as with "least_loaded", at the engine with the fewest requests of this process. It does not wait for a full one: to
         compute a prefix again costs one prefill, to wait the rest of somebody's turn while another engine has nothing to do, and
         the cache is no sure thing (new weights flush it, other rollouts push it out).
         """
-        waiter = _Waiter(preferred, tell, "", asyncio.get_running_loop().create_future())
+        waiter = _Waiter(preferred, otherwise, tell, "", asyncio.get_running_loop().create_future())
         self._queues.setdefault(pool, deque()).append(waiter)
         self._serve_pool(pool)
         try:
-            self._tell(pool, waiter)
+            self._tell(pool if waiter in self._queues[pool] else otherwise, waiter)
             engine = await waiter.granted
         except asyncio.CancelledError:
             if waiter.granted.done() and not waiter.granted.cancelled() and not waiter.granted.exception():
@@ -157,7 +159,7 @@ class Places:
 
     def _serve(self) -> None:
         """After a change of what is ready."""
-        for pool, queue in self._queues.items():
+        for pool, queue in list(self._queues.items()):
             self._serve_pool(pool)
             for waiter in queue:
                 self._tell(pool, waiter)
@@ -170,13 +172,18 @@ class Places:
             if waiter.granted.done():  # cancelled
                 queue.popleft()
                 continue
+            if waiter.otherwise and not self.ready(pool):
+                self._queues.setdefault(waiter.otherwise, deque()).append(queue.popleft())
+                pool_after, waiter.otherwise = waiter.otherwise, ""
+                self._serve_pool(pool_after)
+                continue
             if not any(engine.pool == pool for engine in self._table.values()):
                 waiter.granted.set_exception(NoEngine(f"pool {pool!r} has no engine; the table: {self.states()}"))
                 continue
             free = [e for e in self.ready(pool) if self.in_flight[e.name] < self._rules.concurrency]
             if not free:
                 return
-            kept = [e for e in free if self._rules.choice == "prefix" and e.name == waiter.preferred]
+            kept = [e for e in free if self._rules.choice == "prefix" and e.name in waiter.preferred]
             chosen = kept[0] if kept else min(free, key=lambda e: (self.in_flight[e.name], self._order[e.name]))
             self.in_flight[chosen.name] += 1
             waiter.granted.set_result(chosen)

@@ -288,6 +288,8 @@ class RunConfig(Table):
                 f'weights.transport = "relay" on host {self.host!r}, which other machines reach, needs TLS: set tls.cert, tls.key'
                 ' and tls.ca, or host = "127.0.0.1"'
             )
+        if self.engine.router and self.cross_policy.engines:
+            raise ValueError("engine.router and cross_policy.engines cannot be used together: one router stands for all engines")
         if self.engine.router and self.keyed:
             raise ValueError(
                 'engine.router cannot be used where engines want a key (weights.transport = "relay", or a host that others'

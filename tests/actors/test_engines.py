@@ -140,7 +140,7 @@ async def client(*engines: FakeEngine, timeout_s: float = 20.0, concurrency: int
 
 
 async def ask(engines: Engines, rid: str = "r", most: int = 4) -> Generation:
-    async with engines.places.take("", "main", lambda name, on: None) as engine:
+    async with engines.places.take((), "main", lambda name, on: None) as engine:
         return await engines.generate(engine, Request(rid, np.array([5], np.int32), most, 1.0, (), 1))
 
 

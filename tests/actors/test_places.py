@@ -37,7 +37,7 @@ class Client:
         self.places.update(table(*rows))
 
     async def take(self, preferred: str = "", pool: str = "main") -> str:
-        found = await self.stack.enter_async_context(self.places.take(preferred, pool, lambda *what: self.told.append(what)))
+        found = await self.stack.enter_async_context(self.places.take((preferred,), pool, lambda *what: self.told.append(what)))
         return found.name
 
 
@@ -91,7 +91,7 @@ async def test_places_are_given_in_the_order_of_asking(stack: AsyncExitStack) ->
     order: list[int] = []
 
     async def ask(number: int) -> None:
-        async with places.take("", "main", lambda name, on: None):
+        async with places.take((), "main", lambda name, on: None):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -106,7 +106,7 @@ async def test_places_are_given_in_the_order_of_asking(stack: AsyncExitStack) ->
 
 async def test_a_full_pool_is_waited_for_by_name(stack: AsyncExitStack) -> None:
     client = Client(stack, PlaceRules(1), ("ready", 1), ("updating", 1))
-    async with client.places.take("", "main", Wait().set):
+    async with client.places.take((), "main", Wait().set):
         asking = asyncio.create_task(client.take())
         assert await waiting(asking)
         assert client.told == [("engine.place", "1 requests in flight at each of engine-0")]
@@ -115,7 +115,7 @@ async def test_a_full_pool_is_waited_for_by_name(stack: AsyncExitStack) -> None:
 
 async def test_who_is_cancelled_while_waiting_leaves_no_trace(stack: AsyncExitStack) -> None:
     client = Client(stack, PlaceRules(1), ("ready", 1))
-    async with client.places.take("", "main", Wait().set):
+    async with client.places.take((), "main", Wait().set):
         gone, stays = asyncio.create_task(client.take()), asyncio.create_task(client.take())
         assert await waiting(gone)
         gone.cancel()
@@ -127,7 +127,7 @@ async def test_who_is_cancelled_while_waiting_leaves_no_trace(stack: AsyncExitSt
 
 async def test_who_is_cancelled_in_the_moment_of_getting_a_place_gives_it_back(stack: AsyncExitStack) -> None:
     client = Client(stack, PlaceRules(1), ("ready", 1))
-    async with client.places.take("", "main", Wait().set):
+    async with client.places.take((), "main", Wait().set):
         gone = asyncio.create_task(client.take())
         assert await waiting(gone)
     gone.cancel()  # the place is granted already, and the task has not run since
@@ -189,7 +189,7 @@ async def test_the_table_ends_a_rest(stack: AsyncExitStack, state: str, version:
 
 async def test_a_wait_for_a_place_becomes_one_for_an_engine(stack: AsyncExitStack) -> None:
     client = Client(stack, PlaceRules(1), ("ready", 1))
-    async with client.places.take("", "main", Wait().set):
+    async with client.places.take((), "main", Wait().set):
         asking = asyncio.create_task(client.take())
         assert await waiting(asking)
         client.places.update(table(("quarantined", 1)))

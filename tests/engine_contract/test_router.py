@@ -22,8 +22,9 @@ from learner.engine_api import EngineApi, EngineError
 from learner.publisher import Publisher, PublisherOptions
 from learner.router import Router
 from tests.engine_contract.conftest import REPOSITORY, SGLANG, free_port
-from tests.fakes import DROP, Answer, FakeEngine, FakeRouter
+from tests.fakes import DROP, Answer, FakeEngine, FakeRouter, count_up
 from tests.processes import eventually, until
+from tests.publish.calls import canary, save, weights
 from tools.launching.engines import router_command
 
 
@@ -240,13 +241,15 @@ async def test_a_dead_engine_leaves_and_comes_back_by_the_publishers_word(
     router = Router(process.url, rows.append, lambda name, values: None, poll_s=0.05)
     table = [EngineInfo(f"engine-{n}", engine.url, "main", 0, "starting") for n, engine in enumerate(engines)]
     options = PublisherOptions(tmp_path, 1, poll_s=0.05)
-    publisher = Publisher(options, table, lambda params, folder: None, lambda name, values: None, router.hear)
+    for engine in engines:
+        engine.reply = count_up  # as its canary wants
+    publisher = Publisher(options, table, save, lambda name, values: None, router.hear)
 
     def workers() -> int:
         return EngineApi(process.url).call("GET", "/workers", 5.0)["total"]
 
     try:
-        publisher.publish(0, {"w": np.zeros(1)})
+        publisher.publish(0, weights(0), canary())
         await eventually(lambda: rows and rows[-1][0].state == "ready" and rows[-1][0].reason == "" and workers() == 2)
         await asyncio.to_thread(engines[0].stop)
         await eventually(lambda: workers() == 1)
