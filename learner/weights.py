@@ -100,7 +100,7 @@ def nonfinite(array: np.ndarray) -> int:
     bits = np.dtype(f"u{array.dtype.itemsize}")
     infinity = np.full(1, np.inf, array.dtype).view(bits)[0]
     magnitude = bits.type(np.iinfo(bits).max >> 1)  # all bits but the sign
-    flat = np.ascontiguousarray(array).reshape(-1).view(bits)
+    flat = array.reshape(-1).view(bits)
     room, bad = np.empty(min(CHUNK, flat.size), bits), 0
     for start in range(0, flat.size, CHUNK):
         part = flat[start : start + CHUNK]

@@ -55,12 +55,12 @@ def hf_name(place: Place) -> str:
 
 @partial(jax.jit, static_argnames="dtype")
 def stored(state: nnx.State, dtype: str) -> nnx.State:
-    """Parameters as files and engines keep them: in `dtype`, matrices as [out, in]. Every buffer is a new one, whatever the
-    dtype: the caller may donate `state` to its next step."""
+    """Parameters as files and engines keep them: in `dtype`, matrices as [out, in]. Every buffer is a new one, since
+    it comes out of a compiled function: the caller may donate `state` to its next step."""
     flat = []
     for place, variable in nnx.to_flat_state(state):
         value = variable[...].T if place[-1] == "kernel" else variable[...]
-        flat.append((place, nnx.Param(jnp.array(value, DTYPES[dtype], copy=True))))
+        flat.append((place, nnx.Param(jnp.asarray(value, DTYPES[dtype]))))
     return nnx.from_flat_state(flat)
 
 

@@ -103,6 +103,13 @@ def test_what_an_engine_maps_is_what_the_trainer_had(tmp_path, spec, dtype, shar
     np.testing.assert_allclose(forward(hf.build_stored(spec, params, dtype)), forward(ours), rtol=close, atol=close)
 
 
+def test_a_snapshot_shares_no_buffer_with_the_trainer():
+    """A shared one could not be donated to the next step, which would copy it."""
+    state = jax.tree.map(jnp.array, nnx.state(make_model(SPEC), nnx.Param))
+    own = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)}
+    assert own.isdisjoint(array.ctypes.data for array in hf.snapshot(state, "float32").values())
+
+
 def test_an_engine_of_another_dtype_casts(tmp_path):
     state = nnx.state(make_model(UNTIED), nnx.Param)
     hf.save(state, UNTIED, tmp_path)
