@@ -86,10 +86,10 @@ class Places:
         """A place at an engine of `pool`, or of the pool `otherwise` as soon as no engine of `pool` is ready; the caller sets the
         deadline. Raises NoEngine.
 
-        With choice "prefix" it is at one of `preferred`, the engine that has the prefix in its cache, unless that is full or resting;
-        then, as with "least_loaded", at the engine with the fewest requests of this process. It does not wait for a full one: to
-        compute a prefix again costs one prefill, to wait the rest of somebody's turn while another engine has nothing to do, and
-        the cache is no sure thing (new weights flush it, other rollouts push it out).
+        With choice "prefix" it is at one of `preferred`, which have the prefix in their cache, unless that is full or resting;
+        then, as with "least_loaded", at the engine with the fewest requests of this process. It does not wait for a full one:
+        to compute a prefix again costs one prefill, to wait the rest of somebody's turn while another engine has nothing to do,
+        and the cache is no sure thing (new weights flush it, other rollouts push it out).
         """
         waiter = _Waiter(preferred, otherwise, tell, "", asyncio.get_running_loop().create_future())
         self._queues.setdefault(pool, deque()).append(waiter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -36,8 +37,9 @@ class Client:
         stack.callback(self.places.close)
         self.places.update(table(*rows))
 
-    async def take(self, preferred: str = "", pool: str = "main") -> str:
-        found = await self.stack.enter_async_context(self.places.take((preferred,), pool, lambda *what: self.told.append(what)))
+    async def take(self, preferred: str = "", pool: str = "main", otherwise: str = "") -> str:
+        taken = self.places.take((preferred,), pool, lambda *what: self.told.append(what), otherwise)
+        found = await self.stack.enter_async_context(taken)
         return found.name
 
 
@@ -200,3 +202,41 @@ async def test_a_wait_for_a_place_becomes_one_for_an_engine(stack: AsyncExitStac
         client.places.update(table(("ready", 1)))
         assert await waiting(asking)
     await eventually(asking.done)
+
+
+# ---- two pools -----------------------------------------------------------------------------------------------------------
+
+
+def two_pools(state: str) -> list[EngineInfo]:
+    rows = table(("engine-0", 1), ("engine-1", 1))
+    return [rows[0], replace(rows[1], pool="stale", state=state)]
+
+
+async def test_whoever_waits_for_a_full_pool_goes_to_the_other_one_when_its_engines_are_gone() -> None:
+    async with AsyncExitStack() as stack:
+        client = Client(stack, PlaceRules(1))
+        client.places.update(two_pools("ready"))
+        assert await client.take(pool="stale", otherwise="main") == "engine-1"
+        asking = asyncio.create_task(client.take(pool="stale", otherwise="main"))
+        staying = asyncio.create_task(client.take(pool="stale"))
+        assert await waiting(asking)  # it is full, and ready
+        assert client.told == [("engine.place", "1 requests in flight at each of engine-1")] * 2
+        client.places.update(two_pools("updating"))
+        assert await asking == "engine-0"
+        assert await waiting(staying)
+        staying.cancel()
+        await asyncio.wait([staying])
+        assert client.places.in_flight == {"engine-0": 1, "engine-1": 1}
+
+
+async def test_a_pool_without_a_ready_engine_is_left_at_once_and_the_wait_for_the_other_has_a_name() -> None:
+    async with AsyncExitStack() as stack:
+        client = Client(stack, PlaceRules(1))
+        client.places.update(two_pools("quarantined"))
+        assert await client.take(pool="stale", otherwise="main") == "engine-0"
+        asking = asyncio.create_task(client.take(pool="stale", otherwise="main"))
+        assert await waiting(asking)
+        assert client.told == [("engine.place", "1 requests in flight at each of engine-0")]
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert not any(client.places._queues.values())
