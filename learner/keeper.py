@@ -34,7 +34,7 @@ class EngineKeeper:
         self._api = api
         self._mean = 0.0  # |Δlogprob| of the newest canary
         self._proven = False  # it took an update
-        self._in_doubt = False  # an update began and was not finished: paused, or weights of unknown origin
+        self._in_doubt = True  # paused, or weights of unknown origin: no update was finished since the last one began
         self._failures = 0
         self._retry_at = 0.0  # time.monotonic()
 
@@ -141,21 +141,25 @@ class EngineKeeper:
         try:
             self._undo(stage, self._info.version, reason)
         except EngineError as problem:
-            self._set(reason=f"{reason}; it may still be paused: {problem}")
+            reason = f"{reason}; it may still be paused: {problem}"
+            self._proofs.abandoned(name, reason)  # or what it sampled would wait for a proof for ever
+            self._set(reason=reason)
         self._count(error)
 
     def _undo(self, stage: str, old: int, reason: str) -> None:
         """Let the engine go on. With weights that nobody knows it may use nothing that it has cached, and what it says to be its
-        `old` version is proven anew: a load that failed half-way may have changed some of it. Raises EngineError."""
+        `old` version is proven anew: a load that failed half-way may have changed some of it. (One that fails its canary says to
+        be the new version: what it sampled as the old one was sampled before.) Raises EngineError."""
         if stage == "fetch":
             return
-        unknown = stage in ("update", "verify", "canary")
-        if unknown:
+        doubtful = stage in ("update", "verify")
+        if doubtful:
             self._proofs.began(self._info.name, old)  # pending again: actors may not have heard yet that they must not come
+        if doubtful or stage == "canary":
             self._api.abort_all()
             self._api.flush_cache()
         self._api.resume()
-        if unknown and old:
+        if doubtful and old:
             self._prove_again(old, reason)
 
     def _prove_again(self, old: int, reason: str) -> None:
