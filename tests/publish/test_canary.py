@@ -9,7 +9,7 @@ from learner.canary import BOUNDS, Canary, CanaryError, Judge, Score, canary_ids
 from learner.engine_api import EngineApi, EngineError
 from learner.proofs import Proofs, Verdict
 from learner.publisher import EnginesRefuse
-from tests.fakes import HANG, LOGPROB, Answer, FakeEngine
+from tests.fakes import DROP, HANG, LOGPROB, Answer, FakeEngine
 from tests.processes import until
 from tests.publish.calls import EASY, TIGHT, Log, canary, publishing, state, weights
 
@@ -158,6 +158,15 @@ def test_wrong_from_the_first_version_on_ends_the_wait(tmp_path, engine):
         publisher.publish(0, weights(1), canary())
         with pytest.raises(EnginesRefuse, match=r"no engine takes version 1.*failed at canary"):
             publisher.wait_ready(1, 60)
+
+
+def test_dying_of_the_first_version_again_and_again_ends_the_wait(tmp_path, engine):
+    """SGLang does, of files that are cut short and of another model's."""
+    engine.script("/update_weights_from_disk", *[DROP] * 3)
+    with publishing(tmp_path, [engine]) as publisher:
+        version = publisher.publish(0, weights(1), canary())
+        with pytest.raises(EnginesRefuse, match=r"no engine takes version 1.*update to version 1 failed at update.*cannot reach"):
+            publisher.wait_ready(version, 60)
 
 
 def test_a_canary_without_an_answer_is_a_failure_too(tmp_path, engine):
