@@ -29,6 +29,7 @@ from learner.model.spec import ModelSpec
 from tests.processes import until
 from tools.certifying.scores import Learner
 from tools.launching.shared_memory import shared_files
+from tools.launching.supervisor import child_environment
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tokenizers" / "tiny"
@@ -171,7 +172,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float = 30.0) -> None:
         file.unlink(missing_ok=True)
 
 
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = child_environment({"OMP_NUM_THREADS": "1"}, accelerator=False)
 
 
 def free_port() -> int:
