@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -121,6 +122,19 @@ def test_a_stubborn_process_is_killed(stage):
     ended = stage.local()
     assert ended.code == 0
     assert "actor-0: did not stop in 1 s: killed" in ended.out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_programs_leave_in_shared_memory_is_removed(stage):
+    """SGLang servers do."""
+    file = Path("/dev/shm") / f"polyturn-test-{os.getpid()}"
+    stage.play({"learner": [ALL_UP], "engine-0": [f"holder {file}"]})
+    try:
+        assert stage.local().code == 0
+        assert stage.started("engine-0")[0]["holds"] == 4096
+        assert not file.exists()
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def test_kill_9_of_a_child_takes_its_children_and_restarts_it(stage):

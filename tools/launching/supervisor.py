@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tools.launching.runs import EventLog, checkpoint_steps
+from tools.launching.shared_memory import shared_files
 
 LEASH = Path(__file__).with_name("leash.py")
 TAIL_LINES = 12
@@ -243,7 +244,8 @@ class Supervisor:
         self._stop([child for child in self._children if child.process], self._patience.grace_s)
 
     def _stop(self, children: list[_Child], grace_s: float) -> None:
-        """SIGTERM, a bounded wait, SIGKILL."""
+        """SIGTERM, a bounded wait, SIGKILL; and what an SGLang server leaves in shared memory either way."""
+        held = [file for child in children if child.process for file in shared_files(child.process.pid)]
         for child in children:
             _send(child, signal.SIGTERM)
         patience_ends = time.monotonic() + grace_s
@@ -257,6 +259,8 @@ class Supervisor:
                 why = "second signal" if len(self._signals) > 1 else f"did not stop in {grace_s:g} s"
                 self.say(f"{child.program.name}: {why}: killed")
                 self._kill(child)
+        for file in held:
+            file.unlink(missing_ok=True)
 
     def _kill(self, child: _Child) -> None:
         """End the child's whole process group and reap it."""

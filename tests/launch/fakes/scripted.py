@@ -5,6 +5,7 @@ The script is the JSON file named by SCRIPT: {"actor-0": ["crash 3", "serve"], .
 """
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -33,6 +34,11 @@ def play(name: str) -> None:
     entry = {"name": name, "pid": os.getpid(), "argv": sys.argv[1:], "jax": os.environ.get("JAX_PLATFORMS", ""), "child": 0}
     if behaviour == "parent":
         entry["child"] = subprocess.Popen(["sleep", "600"]).pid
+    if behaviour == "holder":  # of a file in shared memory, for its whole life
+        with open(argument, "wb+") as file:
+            file.truncate(4096)
+            held = mmap.mmap(file.fileno(), 4096)
+            entry["holds"] = len(held)
     with STARTS.open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(f"{name} starts, behaviour {behaviour}", flush=True)
@@ -138,6 +144,7 @@ def report(argument: str, stopping: list[int]) -> None:
 BEHAVIOURS = {
     "serve": serve,
     "parent": serve,
+    "holder": serve,
     "crash": crash,
     "crash_after": crash_after,
     "checkpoint_and_die": checkpoint_and_die,
