@@ -122,8 +122,11 @@ class EngineKeeper:
             raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
 
     def _canary(self, version: int) -> None:
-        """Raises EngineError when the engine does not answer as the weights of `version` do."""
-        canary = Canary.load(self._publisher._folder.path(version))
+        """Raises EngineError when the engine does not answer as the weights of `version` do, WrongWeights when it answers otherwise."""
+        try:
+            canary = Canary.load(self._publisher._folder.path(version))
+        except (OSError, ValueError) as error:
+            raise EngineError("canary.npz", 0, f"cannot be read: {error}") from error
         score = self._api.score(canary.ids, self._judge.temperature)
         try:
             self._mean = self._judge.check(canary, score, version)
@@ -138,34 +141,32 @@ class EngineKeeper:
         reason = f"update to version {target} failed at {stage}: {error}"
         self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
         self._proofs.failed(name, target, reason)
+        # A load that failed half-way may have changed some of what the engine still calls its old version.
+        doubted = self._info.version if stage in ("update", "verify") else 0
+        if doubted:
+            self._proofs.began(name, doubted)  # before it goes on: actors may not have heard yet that they must not come
         try:
-            self._undo(stage, self._info.version, reason)
+            self._undo(stage)
+            if doubted:
+                self._canary(doubted)
         except EngineError as problem:
-            self._set(reason=f"{reason}; it may still be paused: {problem}")
+            if doubted:
+                self._proofs.failed(name, doubted, f"{reason}; version {doubted} was not proven again: {problem}")
+            if not isinstance(problem, WrongWeights):
+                self._set(reason=f"{reason}; it may still be paused: {problem}")
+        else:
+            if doubted:
+                self._proofs.passed(name, doubted)
         self._count(error)
 
-    def _undo(self, stage: str, old: int, reason: str) -> None:
-        """Let the engine go on. With weights that nobody knows it may use nothing that it has cached, and what it says to be its
-        `old` version is proven anew: a load that failed half-way may have changed some of it. Raises EngineError."""
+    def _undo(self, stage: str) -> None:
+        """Let the engine go on; with weights that nobody knows it may use nothing that it has cached. Raises EngineError."""
         if stage == "fetch":
             return
-        unknown = stage in ("update", "verify", "canary")
-        if unknown:
-            self._proofs.began(self._info.name, old)  # pending again: actors may not have heard yet that they must not come
+        if stage in ("update", "verify", "canary"):
             self._api.abort_all()
             self._api.flush_cache()
         self._api.resume()
-        if unknown and old:
-            self._prove_again(old, reason)
-
-    def _prove_again(self, old: int, reason: str) -> None:
-        name = self._info.name
-        try:
-            self._canary(old)
-        except (EngineError, OSError) as error:
-            self._proofs.failed(name, old, f"{reason}; and of version {old}: {error}")
-        else:
-            self._proofs.passed(name, old)
 
     def _count(self, error: EngineError) -> None:
         """Hear that the engine failed: a 4xx, or a canary that its first weights do not pass, says that it will never do

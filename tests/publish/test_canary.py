@@ -11,7 +11,7 @@ from learner.proofs import Proofs, Verdict
 from learner.publisher import EnginesRefuse
 from tests.fakes import HANG, LOGPROB, Answer, FakeEngine
 from tests.processes import until
-from tests.publish.calls import EASY, TIGHT, Log, canary, publishing, state, weights
+from tests.publish.calls import EASY, TIGHT, Log, canary, publishing, save, state, weights
 
 LOGITS = np.array([0.0, 1.0, 2.0, -1.0], np.float32)
 CANARY = Canary(np.array([1, 2, 3], np.int32), np.array([0, -1.5, -0.25], np.float32), LOGITS)
@@ -193,6 +193,40 @@ def test_a_failed_load_puts_the_old_version_in_doubt_until_it_answers_again(tmp_
         until(lambda: publisher.proofs.judge([("engine-0", 1)], since=0.0)[0] is wanted, "the verdict")
         assert publisher.proofs.judge([("engine-0", 2)], since=0.0)[0] is Verdict.FAILED
         assert state(publisher) == "quarantined"
+
+
+def test_a_canary_that_fails_leaves_older_tokens_proven(tmp_path, engine):
+    with publishing(tmp_path, [engine], backoff_s=60.0) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
+        engine.prompt_logprob = -0.6
+        publisher.publish(1, weights(2), canary())
+        until(lambda: publisher.proofs.judge([("engine-0", 2)], since=0.0)[0] is Verdict.FAILED, "the verdict")
+        until(lambda: engine.posts()[-1] == "/continue_generation", "the undoing")
+        assert publisher.proofs.judge([("engine-0", 1)], since=0.0)[0] is Verdict.PROVEN
+
+
+@pytest.mark.parametrize("path", ["/abort_request", "/flush_cache", "/continue_generation"])
+def test_an_undoing_that_fails_leaves_nothing_pending(tmp_path, engine, path):
+    with publishing(tmp_path, [engine], backoff_s=60.0) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
+        engine.script("/update_weights_from_disk", Answer(400, {"success": False, "message": "no"}))
+        engine.script(path, Answer(400, {"message": "no"}))
+        publisher.publish(1, weights(2), canary())
+        until(lambda: "may still be paused" in publisher.engines()[0].reason, "the reason")
+        verdict, why = publisher.proofs.judge([("engine-0", 1)], since=0.0)
+        assert verdict is Verdict.FAILED
+        assert "version 1 was not proven again" in why
+
+
+def test_a_canary_that_is_gone_from_disk_is_a_failure_with_words(tmp_path, engine):
+    def without(params, directory):
+        save(params, directory)
+        (directory / "canary.npz").unlink()
+
+    with publishing(tmp_path, [engine], save=without) as publisher:
+        publisher.publish(0, weights(1), canary())
+        until(lambda: "failed at canary: canary.npz: cannot be read" in publisher.engines()[0].reason, "the reason")
+        publisher.check()
 
 
 def test_an_engine_that_dies_before_its_canary_leaves_nothing_pending(tmp_path, engine):
