@@ -122,7 +122,7 @@ class EngineKeeper:
             raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
 
     def _canary(self, version: int) -> None:
-        """Raises EngineError when the engine does not answer as the weights of `version` do, WrongWeights when it answers otherwise."""
+        """Raises EngineError when the engine does not answer, WrongWeights when it answers otherwise than `version` does."""
         try:
             canary = Canary.load(self._publisher._folder.path(version))
         except (OSError, ValueError) as error:

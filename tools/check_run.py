@@ -47,7 +47,7 @@ def _same_policy(run: Path, dtype: str) -> Iterator[tuple[str, bool]]:
     gaps = [row["gap_mean"] for row in rows if "gap_mean" in row]
     allowed = BOUNDS[dtype] / 10
     moved = max((abs(gap - gaps[0]) for gap in gaps), default=0.0)
-    yield f"gap measured in {len(gaps)} of {len(rows)} updates", 2 * len(gaps) >= len(rows) > 0
+    yield f"gap measured in {len(gaps)} of {len(rows)} updates", len(gaps) == len(rows) > 0
     yield f"gap flat: {gaps[0] if gaps else 0:.2g} at first, moved by {moved:.2g}, allowed is {allowed:g}", moved <= allowed
     drift = max((row.get("kl_k3", 0.0) for row in rows), default=0.0)  # over all tokens: their versions are one policy
     yield f"k3 to the policy of any version: {drift:.2g}, allowed is {allowed:g}", drift <= allowed
