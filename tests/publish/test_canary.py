@@ -201,7 +201,7 @@ def test_a_canary_that_fails_leaves_older_tokens_proven(tmp_path, engine):
         engine.prompt_logprob = -0.6
         publisher.publish(1, weights(2), canary())
         until(lambda: publisher.proofs.judge([("engine-0", 2)], since=0.0)[0] is Verdict.FAILED, "the verdict")
-        until(lambda: engine.posts()[-1] == "/continue_generation", "the undoing")
+        until(lambda: engine.posts()[-3:] == ["/abort_request", "/flush_cache", "/continue_generation"], "the undoing")
         assert publisher.proofs.judge([("engine-0", 1)], since=0.0)[0] is Verdict.PROVEN
 
 
