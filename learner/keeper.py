@@ -32,6 +32,7 @@ class EngineKeeper:
         self._publisher = publisher
         self._index = index
         self._api = api
+        self._label = 0  # the version that it says to serve, when it was asked last
         self._mean = 0.0  # |Δlogprob| of the newest canary
         self._proven = False  # it took an update
         self._in_doubt = False  # an update began and was not finished: paused, or weights of unknown origin
@@ -55,7 +56,7 @@ class EngineKeeper:
 
     def _visit(self, target: int) -> None:
         try:
-            version = _number(self._api.weight_version())
+            version = self._label = _number(self._api.weight_version())
             if self._info.state != "ready":
                 self._api.health()
         except EngineGone as error:
@@ -109,8 +110,8 @@ class EngineKeeper:
         """What has to be done to the engine, in order, by name."""
         self._set(state="updating", reason=f"to version {target}")
         self._in_doubt = True
-        self._proofs.began(self._info.name, target)
         yield "pause", self._api.pause
+        self._proofs.began(self._info.name, target)
         yield "update", lambda: self._api.update_weights(folder, target)
         yield "verify", lambda: self._verify(target)
         yield "continue", self._api.resume
@@ -120,13 +121,14 @@ class EngineKeeper:
         label = self._api.weight_version()
         if label != str(target):
             raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
+        self._label = target
 
     def _canary(self, version: int) -> None:
         """Raises EngineError when the engine does not answer, WrongWeights when it answers otherwise than `version` does."""
         try:
             canary = Canary.load(self._publisher._folder.path(version))
-        except (OSError, ValueError) as error:
-            raise EngineError("canary.npz", 0, f"cannot be read: {error}") from error
+        except CanaryError as error:
+            raise EngineError("canary", 0, str(error)) from error
         score = self._api.score(canary.ids, self._judge.temperature)
         try:
             self._mean = self._judge.check(canary, score, version)
@@ -139,10 +141,14 @@ class EngineKeeper:
         self._failures += 1
         self._retry_at = time.monotonic() + wait
         reason = f"update to version {target} failed at {stage}: {error}"
-        self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
-        self._proofs.failed(name, target, reason)
+        if stage == "fetch" and self._info.state == "ready":
+            self._set(reason=reason)  # it serves on what it has proven
+        else:
+            self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
+        if stage not in ("fetch", "pause"):
+            self._proofs.failed(name, target, reason)
         # A load that failed half-way may have changed some of what the engine still calls its old version.
-        doubted = self._info.version if stage in ("update", "verify") else 0
+        doubted = self._label if stage in ("update", "verify") else 0
         if doubted:
             self._proofs.began(name, doubted)  # before it goes on: actors may not have heard yet that they must not come
         try:
@@ -193,4 +199,4 @@ class EngineKeeper:
 
 def _number(label: str) -> int:
     """The version that an engine's label means; 0 for "default" or anyone else's label."""
-    return int(label) if label.isdigit() else 0
+    return int(label) if label.isascii() and label.isdigit() else 0
