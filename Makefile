@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 CACHE := $(or $(POLYTURN_CACHE),$(HOME)/.cache/polyturn)
 SGLANG := $(CACHE)/sglang-$(shell cat tools/sglang_cpu/*.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo bench long clean
+.PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo selftest bench long clean
 
 setup: $(STAMP)
 
@@ -57,9 +57,15 @@ $(SGLANG)/.installed:
 
 test-sglang: $(STAMP) $(SGLANG)/.installed  # against a real SGLang server on this CPU
 	POLYTURN_SGLANG=$(SGLANG)/bin/python $(PY) -m pytest tests/engine_contract
+	$(PY) tools/launch.py local configs/selftest.toml --overwrite --name=selftest_sglang --engine.kind=sglang --engine.python=$(SGLANG)/bin/python
+	$(PY) tools/check_run.py runs/selftest_sglang --flat-gap
 
 smoke: $(STAMP)
 	$(PY) tools/launch.py local configs/smoke.toml --overwrite
+
+selftest: $(STAMP)  # twenty updates that change nothing: engine and learner compute the same policy all the time
+	$(PY) tools/launch.py local configs/selftest.toml --overwrite
+	$(PY) tools/check_run.py runs/selftest --flat-gap
 
 smoke-ppo: $(STAMP)
 	$(PY) tools/launch.py local configs/smoke_ppo.toml --overwrite

@@ -35,7 +35,7 @@ class EngineKeeper:
         self._label = 0  # the version that it says to serve, when it was asked last
         self._mean = 0.0  # |Δlogprob| of the newest canary
         self._proven = False  # it took an update
-        self._in_doubt = False  # an update began and was not finished: paused, or weights of unknown origin
+        self._in_doubt = True  # paused, or weights of unknown origin: no update was finished since the last one began
         self._failures = 0
         self._retry_at = 0.0  # time.monotonic()
 
@@ -86,7 +86,9 @@ class EngineKeeper:
                     step()
                     took[name] = time.monotonic() - began
         except EngineGone as error:
-            self._gone(error)
+            self._gone(error, f"update to version {target} failed at {stage}: ")
+            if stage == "update":  # SGLang dies of files that are cut short, and of those of another model
+                self._count(error)
         except EngineError as error:
             self._quarantine(stage, target, error)
         else:
@@ -175,19 +177,20 @@ class EngineKeeper:
         self._api.resume()
 
     def _count(self, error: EngineError) -> None:
-        """Hear that the engine failed: a 4xx, or a canary that its first weights do not pass, says that it will never do
-        otherwise."""
+        """Hear that the engine failed: a 4xx, a canary that its first weights do not pass, or a death of them, says that it will
+        never do otherwise."""
         shared = self._publisher
         with shared._changed:
-            hopeless = (400 <= error.status < 500 or isinstance(error, WrongWeights)) and not self._proven
+            hopeless = (400 <= error.status < 500 or isinstance(error, WrongWeights | EngineGone)) and not self._proven
             shared._refusals[self._index] = shared._refusals[self._index] + 1 if hopeless else 0
             shared._changed.notify_all()
 
-    def _gone(self, error: EngineGone) -> None:
+    def _gone(self, error: EngineGone, during: str = "") -> None:
         """It will be another process when it answers again: no back-off, and its weights are looked at anew."""
         self._failures, self._retry_at = 0, 0.0
-        self._proofs.abandoned(self._info.name, str(error))
-        self._set(version=0, state="starting", reason=str(error))
+        reason = f"{during}{error}"
+        self._proofs.abandoned(self._info.name, reason)
+        self._set(version=0, state="starting", reason=reason)
 
     @property
     def _info(self) -> EngineInfo:

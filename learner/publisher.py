@@ -44,7 +44,8 @@ class NotReady(PublishError):
 
 
 class EnginesRefuse(PublishError):
-    """Every engine has answered every update with a 4xx, and none has ever taken one: waiting will not help."""
+    """Every engine refuses every update (a 4xx, a failed canary) or dies of it, and none has ever taken one: waiting will not
+    help."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Publisher:
         self._stale = StalePool(options.refresh)
         self._hold: _Hold | None = None
         self._pins: Counter[int] = Counter()
-        self._refusals: Counter[int] = Counter()  # engine -> 4xx in a row, of one that never took an update
+        self._refusals: Counter[int] = Counter()  # engine -> in a row, of one that never took an update
         self._failure: BaseException | None = None
         self._one_at_a_time = threading.Lock()
         self.proofs = proofs or Proofs()

@@ -46,6 +46,7 @@ from learner.model import hf  # noqa: E402
 from learner.model.spec import ModelSpec  # noqa: E402
 from tools.benchmarks import head, write  # noqa: E402
 from tools.launching import engines as launching  # noqa: E402
+from tools.launching.shared_memory import shared_files  # noqa: E402
 from tools.launching.supervisor import LEASH, child_environment, tail  # noqa: E402
 
 CONFIGS = {"embedded": "smoke", "sglang": "smoke_sglang"}
@@ -123,7 +124,7 @@ class Server:
         return time.monotonic() - begun
 
     def end(self) -> None:
-        left = _shared_files(self._process.pid)
+        left = shared_files(self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             for number in (signal.SIGCONT, signal.SIGTERM):
                 os.killpg(self._process.pid, number)
@@ -137,17 +138,6 @@ class Server:
         self._process.wait()
         for file in left:
             file.unlink(missing_ok=True)
-
-
-def _shared_files(group: int) -> list[Path]:
-    """Of shared memory, what processes of the group hold (Linux): SGLang kills its own, which then leave it there."""
-    held = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is somebody else's
-            if os.getpgid(int(process.name)) == group:
-                lines = (process / "maps").read_text().splitlines()
-                held |= {line.split()[4] for line in lines if "/dev/shm/" in line}  # inodes: semaphores were renamed
-    return [Path(entry.path) for entry in os.scandir("/dev/shm") if str(entry.inode()) in held] if held else []
 
 
 def _free_port() -> int:

@@ -131,9 +131,9 @@ async def toy_parts(addresses: list[str], engines: list[EngineInfo], chat: Conve
 
 @asynccontextmanager
 async def parts_of(
-    chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo]
+    chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo], key: str = ""
 ) -> AsyncIterator[Parts]:
-    client, envs, summaries = Engines(vocabulary, 20.0, PlaceRules(64)), Envs(addresses), Summaries()
+    client, envs, summaries = Engines(vocabulary, 20.0, PlaceRules(64), key=key), Envs(addresses), Summaries()
     client.places.update(engines)
     try:
         parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)

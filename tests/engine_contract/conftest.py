@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,8 @@ from learner.model import hf, tensorfiles
 from learner.model.spec import ModelSpec
 from tests.processes import until
 from tools.certifying.scores import Learner
+from tools.launching.shared_memory import shared_files
+from tools.launching.supervisor import child_environment
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tokenizers" / "tiny"
@@ -44,10 +46,10 @@ CPU_FLAGS = (
 )
 
 
-def make_model(folder: Path, seed: int, shard_bytes: int = tensorfiles.SHARD_BYTES) -> Path:
+def make_model(folder: Path, seed: int, shard_bytes: int = tensorfiles.SHARD_BYTES, spec: ModelSpec = SPEC) -> Path:
     """Random weights, larger than a fresh model's: its distributions are far from uniform."""
-    state = jax.tree.map(lambda x: 5 * x if x.ndim == 2 else x, hf.random_state(SPEC, seed))
-    hf.save(state, SPEC, folder, "float32", END)
+    state = jax.tree.map(lambda x: 5 * x if x.ndim == 2 else x, hf.random_state(spec, seed))
+    hf.save(state, spec, folder, "float32", END)
     tensorfiles.write(hf.snapshot(state, "float32"), folder, shard_bytes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
@@ -127,12 +129,16 @@ def logprobs_of(answer: dict[str, Any]) -> np.ndarray:
     return np.asarray([pair[0] for pair in answer["meta_info"]["output_token_logprobs"]])
 
 
-def _started(name: str, command: list[str], folder: Path, port: int) -> Served:
+def spawn(argv: list[str], log: Path, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+    """In a process group of its own; what it says is added to `log`."""
+    with log.open("ab") as out:
+        more = {**os.environ, **ENVIRONMENT, **environment}
+        return subprocess.Popen(argv, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True, env=more)
+
+
+def _started(name: str, argv: list[str], folder: Path, port: int, environment: Mapping[str, str]) -> Served:
     log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True, env={**os.environ, **ENVIRONMENT}
-        )
+    process = spawn(argv, log, environment)
     if not port:
         until(lambda: process.poll() is not None or re.search(r"listening on \S+", log.read_text()), name, 120)
         found = re.search(r"listening on \S+:(\d+)", log.read_text())
@@ -152,7 +158,21 @@ def _started(name: str, command: list[str], folder: Path, port: int) -> Served:
     return served
 
 
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+def end(process: subprocess.Popen[bytes], grace_s: float = 30.0) -> None:
+    """With all that it started, and what that holds in shared memory."""
+    left = shared_files(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        if grace_s:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for file in left:
+        file.unlink(missing_ok=True)
+
+
+ENVIRONMENT = child_environment({"OMP_NUM_THREADS": "1"}, accelerator=False)
 
 
 def free_port() -> int:
@@ -162,35 +182,35 @@ def free_port() -> int:
         return door.getsockname()[1]
 
 
-def _command(name: str, model: Path, key_file: Path) -> tuple[list[str], int]:
+def command(name: str, model: Path, key_file: Path, port: int) -> list[str]:
     """With a key, as where others could call it."""
     if name == "embedded":
         shape = [*RANDOM, "--slots", "16", "--cache-slots", "32", "--max-length", str(LENGTH), "--widths", "128,512"]
-        own = ["--model-path", str(model), "--api-key-file", str(key_file), "--port", "0"]
-        return [sys.executable, "-m", "learner.serving", *own, *shape], 0
-    port = free_port()
+        own = ["--model-path", str(model), "--api-key-file", str(key_file), "--port", str(port)]
+        return [sys.executable, "-m", "learner.serving", *own, *shape]
     serve = str(REPOSITORY / "tools" / "sglang_cpu" / "serve.py")
     own = ["--model-path", str(model), *RANDOM, "--context-length", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
-    return [SGLANG, serve, "--config", str(key_file), *own, *CPU_FLAGS], port
+    return [SGLANG, serve, "--config", str(key_file), *own, *CPU_FLAGS]
+
+
+def skip_without(name: str) -> None:
+    if name == "sglang" and not SGLANG:
+        pytest.skip("make test-sglang runs this against a real SGLang server")
 
 
 @contextlib.contextmanager
-def served_by(name: str, model: Path, folder: Path, *arguments: str) -> Iterator[Served]:
+def served_by(name: str, model: Path, folder: Path, *arguments: str, environment: Mapping[str, str] = {}) -> Iterator[Served]:
     """An engine of this kind, until the end of the block."""
-    if name == "sglang" and not SGLANG:
-        pytest.skip("make test-sglang runs this against a real SGLang server")
+    skip_without(name)
     keys.make(folder)
-    command, port = _command(name, model, folder / keys.NAME)
-    served = _started(name, [*command, *arguments], folder, port)
+    port = free_port() if name == "sglang" else 0
+    argv = [*command(name, model, folder / keys.NAME, port), *arguments]
+    served = _started(name, argv, folder, port, environment)
     try:
         yield served
     finally:
         served.threads.shutdown(wait=False, cancel_futures=True)
-        os.killpg(served.process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            served.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(served.process.pid, signal.SIGKILL)
+        end(served.process)
 
 
 @pytest.fixture(scope="session", params=["embedded", "sglang"])

@@ -121,7 +121,8 @@ def test_the_tail_of_a_log_begins_with_the_last_start(tmp_path):
 
 def test_the_environment_of_programs():
     bare = child_environment({"HOME": "/h"}, accelerator=False)
-    assert bare == {"HOME": "/h", "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+    quick_end = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+    assert bare == {"HOME": "/h", "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu", **quick_end}
     assert child_environment({"JAX_PLATFORMS": "tpu"}, accelerator=False)["JAX_PLATFORMS"] == "tpu"
     shared = child_environment({}, accelerator=True)
-    assert shared == {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert shared == {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **quick_end}

@@ -153,6 +153,7 @@ def test_an_engine_that_fails_its_canary_is_quarantined_and_comes_back(tmp_path,
         assert publisher.wait_ready(version, 20) == 2
         assert publisher.proofs.judge(pairs, since=0.0)[0] is Verdict.FAILED  # what was sampled before stays unproven
         assert publisher.proofs.judge(pairs, since=publisher.proofs._clock())[0] is Verdict.PROVEN
+        assert publisher.proofs.judge([("engine-0", 1)], since=0.0)[0] is Verdict.PROVEN  # it was sampled before
     assert publisher.canaries == {"engine-0": 0.0}
     assert [f["canary"] for kind, f in log.events if kind == "engine_updated"] == [0.0, 0.0]
 
@@ -178,11 +179,42 @@ def test_wrong_from_the_first_version_on_ends_the_wait(tmp_path, engine):
             publisher.wait_ready(1, 60)
 
 
+def test_dying_of_the_first_version_again_and_again_ends_the_wait(tmp_path, engine):
+    """SGLang does, of files that are cut short and of another model's."""
+    engine.script("/update_weights_from_disk", *[DROP] * 3)
+    with publishing(tmp_path, [engine]) as publisher:
+        version = publisher.publish(0, weights(1), canary())
+        with pytest.raises(EnginesRefuse, match=r"no engine takes version 1.*update to version 1 failed at update.*cannot reach"):
+            publisher.wait_ready(version, 60)
+
+
 def test_a_canary_without_an_answer_is_a_failure_too(tmp_path, engine):
     with publishing(tmp_path, [engine], deadlines=TIGHT) as publisher:
         engine.script("/generate", HANG)
         publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
         assert publisher.proofs.judge([("engine-0", 1)], since=0.0)[0] is Verdict.FAILED
+
+
+def test_an_engine_that_hangs_in_an_update_leaves_nothing_pending(tmp_path, engine):
+    """Its old version was put in doubt, and nobody can ask it any more: what it sampled must not wait for ever."""
+    with publishing(tmp_path, [engine], deadlines=TIGHT, backoff_s=60.0) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
+        engine.script("/update_weights_from_disk", HANG)
+        engine.script("/abort_request", HANG)
+        publisher.publish(1, weights(2), canary())
+        until(lambda: "may still be paused" in publisher.engines()[0].reason, "the undoing to fail")
+        verdict, reason = publisher.proofs.judge([("engine-0", 1)], since=0.0)
+        assert verdict is Verdict.FAILED
+        assert "failed at update: /update_weights_from_disk: no answer within 1 s; version 1 was not proven again" in reason
+
+
+def test_an_engine_of_an_unknown_past_is_not_believed(tmp_path, engine):
+    """It says to be the version that is published, as another run's engine may."""
+    engine.weight_version = "1"
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
+        assert "/update_weights_from_disk" in engine.posts()
+        assert publisher.proofs.judge([("engine-0", 1)], since=0.0)[0] is Verdict.PROVEN
 
 
 def test_nothing_counts_before_the_canary_has_passed(tmp_path, engine):

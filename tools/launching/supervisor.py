@@ -341,9 +341,10 @@ def child_environment(environment: dict[str, str], accelerator: bool) -> dict[st
     """What programs get: the launcher's environment, unbuffered output, and JAX's platform where it is not said.
 
     Without an accelerator JAX is told so (it would probe for one). With one, learner and embedded engines share it, so
-    neither may reserve most of its memory at start.
+    neither may reserve most of its memory at start. An SGLang server whose scheduler has died would wait a minute for core
+    dumps of its GPU, and answer nobody, before it ends and can be started again.
     """
-    out = {"PYTHONUNBUFFERED": "1", **environment}
+    out = {"PYTHONUNBUFFERED": "1", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", **environment}
     if accelerator:
         out.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
