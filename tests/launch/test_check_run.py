@@ -84,7 +84,11 @@ def test_a_summary_that_is_cut_is_one_line(check, tmp_path, capsys):
 # ---- the self-test --------------------------------------------------------------------------------------------------------
 
 ROWS = [{"gap_mean": 2e-7, "kl_k3": 1e-14}, {"gap_mean": 3e-7, "kl_k3": 0.0}]
-EVENTS = [{"kind": "engine", "state": "ready"}, {"kind": "engine_updated"}, {"kind": "engine_updated"}]
+EVENTS = [
+    *[{"kind": "weights_written", "version": version} for version in (1, 2)],
+    {"kind": "engine", "state": "ready"},
+    *[{"kind": "engine_updated", "name": "engine-0", "version": version} for version in (1, 2)],
+]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +96,18 @@ EVENTS = [{"kind": "engine", "state": "ready"}, {"kind": "engine_updated"}, {"ki
     [
         (ROWS, EVENTS, ""),
         ([], EVENTS, "gap measured in 0 of 0 updates"),
-        ([*ROWS, {"kl_k3": 0.0}], [*EVENTS, EVENTS[-1]], "gap measured in 2 of 3 updates"),
-        ([*ROWS, {"gap_mean": 1.1e-5}], [*EVENTS, EVENTS[-1]], "gap flat: 2e-07 at first, moved by 1.1e-05, allowed is 1e-05"),
+        ([*ROWS, {"kl_k3": 0.0}], EVENTS, "gap measured in 2 of 3 updates"),
+        ([*ROWS, {"gap_mean": 1.1e-5}], EVENTS, "gap flat: 2e-07 at first, moved by 1.1e-05, allowed is 1e-05"),
         ([ROWS[0], {"gap_mean": 2e-7, "kl_k3": 2e-5}], EVENTS, "k3 to the policy of any version: 2e-05"),
-        (ROWS, EVENTS[:2], "canaries: 1 passed, 0 failed, for 2 updates"),
-        (ROWS, [*EVENTS, {"kind": "engine", "state": "quarantined"}], "canaries: 2 passed, 1 failed"),
+        (ROWS, EVENTS[:4], "canaries passed: engine-0 1; the newest version 2, everywhere 1"),
+        (ROWS, EVENTS[:3], "canaries passed: none; the newest version 2, everywhere 0"),
+        (
+            ROWS,
+            [*EVENTS, {"kind": "engine_updated", "name": "engine-1", "version": 1}],
+            "engine-0 2, engine-1 1; the newest version 2",
+        ),
+        (ROWS, [*EVENTS, {"kind": "engine", "state": "quarantined"}], "engines quarantined: 1"),
+        (ROWS, [*EVENTS, {"kind": "engine_gap"}], "updates whose engines and learner were apart: 1"),
     ],
 )
 def test_a_run_without_learning_must_agree_with_its_engines(check, tmp_path, rows, events, words):
@@ -105,3 +116,5 @@ def test_a_run_without_learning_must_agree_with_its_engines(check, tmp_path, row
     status, failed = check(asked=["--flat-gap"])
     assert status == int(bool(words))
     assert [words in line for line in failed] == [True] * bool(words), failed
+    if "canaries" in words or "engines" in words:
+        assert check(asked=["--proven"])[1] == failed
