@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -20,6 +21,8 @@ LENGTH = 48
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.02}
 MARGIN = 4.0  # a bfloat16 engine must stay below so many times what it had at its first canary
 FLOOR = 1e-3  # of that bound: the first canary may have been lucky
+# Rounding grows with the logits: a random policy's are nearly flat, a trained one's are not. So what the first canary had is
+# taken relative to how wide its logits were (their standard deviation).
 ONE_TOKEN = 10.0  # times the bound of the mean: what a single token may differ by
 
 
@@ -38,8 +41,16 @@ class Canary:
 
     @staticmethod
     def load(folder: Path) -> Canary:
-        with np.load(folder / FILE) as data:
-            return Canary(data["ids"], data["logprobs"], data["last_logits"])
+        """Raises CanaryError when it cannot be read."""
+        try:
+            with np.load(folder / FILE) as data:
+                return Canary(data["ids"], data["logprobs"], data["last_logits"])
+        except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
+            raise CanaryError(f"{folder / FILE} cannot be read: {type(error).__name__}: {error}") from error
+
+    @property
+    def width(self) -> float:
+        return float(np.std(self.last_logits, dtype=np.float64))
 
     def sampled(self, token: int, temperature: float) -> float:
         """Logprob of sampling `token` after the last one."""
@@ -68,14 +79,14 @@ class Judge:
 
     dtype: str
     temperature: float
-    calibrated: float = 0.0  # mean |Δ| of the first canary that passed; 0: none has
+    calibrated: float = 0.0  # mean |Δ| of the first canary that passed, per width of its logits; 0: none has
 
-    @property
-    def bound(self) -> float:
+    def bound(self, canary: Canary) -> float:
+        """Of the mean |Δlogprob|."""
         most = BOUNDS[self.dtype]
         if self.dtype == "float32" or not self.calibrated:
             return most
-        return min(most, max(FLOOR, MARGIN * self.calibrated))
+        return min(most, max(FLOOR, MARGIN * self.calibrated * canary.width))
 
     def check(self, canary: Canary, score: Score, version: int) -> float:
         """The mean |Δlogprob|. Raises CanaryError."""
@@ -83,21 +94,20 @@ class Judge:
             raise CanaryError(f"version {score.version} answered the canary of version {version}")
         if score.logprobs.shape != canary.logprobs.shape or not np.isfinite(score.logprobs).all():
             raise CanaryError(f"{len(score.logprobs)} finite logprobs were expected for {len(canary.ids)} tokens of the canary")
-        mean = float(np.abs(score.logprobs[1:] - canary.logprobs[1:]).mean())
-        if mean > self.bound:
+        mean, bound = float(np.abs(score.logprobs[1:] - canary.logprobs[1:]).mean()), self.bound(canary)
+        if mean > bound:
             raise CanaryError(
                 f"mean |logprob - learner's| is {mean:.2g} over the canary's {len(canary.ids)} tokens, allowed for "
-                f"{self.dtype} is {self.bound:.2g}: it serves other weights, or computes them otherwise than the learner"
+                f"{self.dtype} is {bound:.2g}: it serves other weights, or computes them otherwise than the learner"
             )
-        self._check_sampled(canary, score)
-        self.calibrated = self.calibrated or max(mean, 1e-30)
+        self._check_sampled(canary, score, ONE_TOKEN * bound)
+        self.calibrated = self.calibrated or max(mean / max(canary.width, 1e-6), 1e-30)
         return mean
 
-    def _check_sampled(self, canary: Canary, score: Score) -> None:
+    def _check_sampled(self, canary: Canary, score: Score, allowed: float) -> None:
         """Recorded logprobs are those of softmax(logits / temperature), or every ratio of the loss is biased."""
         if not 0 <= score.token < len(canary.last_logits):
             raise CanaryError(f"it sampled id {score.token}, the model has {len(canary.last_logits)}")
-        allowed = ONE_TOKEN * self.bound
         off = abs(score.token_logprob - canary.sampled(score.token, self.temperature))
         if off <= allowed:
             return

@@ -32,6 +32,7 @@ class EngineKeeper:
         self._publisher = publisher
         self._index = index
         self._api = api
+        self._label = 0  # the version that it says to serve, when it was asked last
         self._mean = 0.0  # |Δlogprob| of the newest canary
         self._proven = False  # it took an update
         self._in_doubt = True  # paused, or weights of unknown origin: no update was finished since the last one began
@@ -55,7 +56,7 @@ class EngineKeeper:
 
     def _visit(self, target: int) -> None:
         try:
-            version = _number(self._api.weight_version())
+            version = self._label = _number(self._api.weight_version())
             if self._info.state != "ready":
                 self._api.health()
         except EngineGone as error:
@@ -111,8 +112,8 @@ class EngineKeeper:
         """What has to be done to the engine, in order, by name."""
         self._set(state="updating", reason=f"to version {target}")
         self._in_doubt = True
-        self._proofs.began(self._info.name, target)
         yield "pause", self._api.pause
+        self._proofs.began(self._info.name, target)
         yield "update", lambda: self._api.update_weights(folder, target)
         yield "verify", lambda: self._verify(target)
         yield "continue", self._api.resume
@@ -122,10 +123,14 @@ class EngineKeeper:
         label = self._api.weight_version()
         if label != str(target):
             raise EngineError("/model_info", 200, f"it serves version {label} after the update to {target}")
+        self._label = target
 
     def _canary(self, version: int) -> None:
-        """Raises EngineError when the engine does not answer as the weights of `version` do."""
-        canary = Canary.load(self._publisher._folder.path(version))
+        """Raises EngineError when the engine does not answer, WrongWeights when it answers otherwise than `version` does."""
+        try:
+            canary = Canary.load(self._publisher._folder.path(version))
+        except CanaryError as error:
+            raise EngineError("canary", 0, str(error)) from error
         score = self._api.score(canary.ids, self._judge.temperature)
         try:
             self._mean = self._judge.check(canary, score, version)
@@ -138,40 +143,38 @@ class EngineKeeper:
         self._failures += 1
         self._retry_at = time.monotonic() + wait
         reason = f"update to version {target} failed at {stage}: {error}"
-        self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
-        self._proofs.failed(name, target, reason)
+        if stage == "fetch" and self._info.state == "ready":
+            self._set(reason=reason)  # it serves on what it has proven
+        else:
+            self._set(state="quarantined", reason=reason)  # first, so that nobody sends it work when it goes on
+        if stage not in ("fetch", "pause"):
+            self._proofs.failed(name, target, reason)
+        # A load that failed half-way may have changed some of what the engine still calls its old version.
+        doubted = self._label if stage in ("update", "verify") else 0
+        if doubted:
+            self._proofs.began(name, doubted)  # before it goes on: actors may not have heard yet that they must not come
         try:
-            self._undo(stage, self._info.version, reason)
+            self._undo(stage)
+            if doubted:
+                self._canary(doubted)
         except EngineError as problem:
-            reason = f"{reason}; it may still be paused: {problem}"
-            self._proofs.abandoned(name, reason)  # or what it sampled would wait for a proof for ever
-            self._set(reason=reason)
+            if doubted:
+                self._proofs.failed(name, doubted, f"{reason}; version {doubted} was not proven again: {problem}")
+            if not isinstance(problem, WrongWeights):
+                self._set(reason=f"{reason}; it may still be paused: {problem}")
+        else:
+            if doubted:
+                self._proofs.passed(name, doubted)
         self._count(error)
 
-    def _undo(self, stage: str, old: int, reason: str) -> None:
-        """Let the engine go on. With weights that nobody knows it may use nothing that it has cached, and what it says to be its
-        `old` version is proven anew: a load that failed half-way may have changed some of it. (One that fails its canary says to
-        be the new version: what it sampled as the old one was sampled before.) Raises EngineError."""
+    def _undo(self, stage: str) -> None:
+        """Let the engine go on; with weights that nobody knows it may use nothing that it has cached. Raises EngineError."""
         if stage == "fetch":
             return
-        doubtful = stage in ("update", "verify")
-        if doubtful:
-            self._proofs.began(self._info.name, old)  # pending again: actors may not have heard yet that they must not come
-        if doubtful or stage == "canary":
+        if stage in ("update", "verify", "canary"):
             self._api.abort_all()
             self._api.flush_cache()
         self._api.resume()
-        if doubtful and old:
-            self._prove_again(old, reason)
-
-    def _prove_again(self, old: int, reason: str) -> None:
-        name = self._info.name
-        try:
-            self._canary(old)
-        except (EngineError, OSError) as error:
-            self._proofs.failed(name, old, f"{reason}; and of version {old}: {error}")
-        else:
-            self._proofs.passed(name, old)
 
     def _count(self, error: EngineError) -> None:
         """Hear that the engine failed: a 4xx, a canary that its first weights do not pass, or a death of them, says that it will
@@ -199,4 +202,4 @@ class EngineKeeper:
 
 def _number(label: str) -> int:
     """The version that an engine's label means; 0 for "default" or anyone else's label."""
-    return int(label) if label.isdigit() else 0
+    return int(label) if label.isascii() and label.isdigit() else 0

@@ -162,9 +162,9 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    run.version = run.publisher.publish(run.update, run.trainer.snapshot(), run.trainer.canary(run.canary_ids))
+    tensors, canary = run.trainer.snapshot(), run.trainer.canary(run.canary_ids)
+    run.version = run.publisher.publish(run.update, tensors, canary, lambda version: run.control.published(version, run.update))
     run.trainer.published(run.version)
-    run.control.published(run.version, run.update)
 
 
 def wait_served(run: Run) -> None:
@@ -299,7 +299,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
         PublisherOptions(
             options.run,
             folder.incarnation,
-            Deadlines(fetch_s=config.weights.fetch_s),
+            Deadlines(fetch_s=config.weights.fetch_s, canary_s=max(Deadlines.canary_s, 2 * config.engine.timeout_s)),
             transport=transport_of(config, addresses, options.run),
             refresh=config.cross_policy.refresh,
             rolling=config.engine.update == "rolling",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+LEAVES_S = 10.0  # an engine that failed is no worker of a router any more
 MEMORY = 4096  # pairs of an engine that are remembered; older ones count as never proven
 
 Pair = tuple[str, int]  # engine, version
@@ -82,10 +83,12 @@ class Proofs:
 
     def _one(self, engine: str, version: int, since: float) -> tuple[Verdict, str]:
         known = [self._engines.get(name, {}).get(version) for name in self._groups.get(engine, (engine,))]
-        proofs = [proof for proof in known if proof is not None]  # behind a router, engines that never had it cannot have sampled
+        proofs = [proof for proof in known if proof is not None]
         what = f"version {version} on {engine}"
         if not proofs:
             return Verdict.FAILED, f"{what}: the engine was never brought to it"
+        if engine in self._groups:  # one that had failed and left before the rollout was handed out has sampled none of it
+            proofs = [p for p in proofs if p.verdict is not Verdict.FAILED or p.failed_at + LEAVES_S >= since] or proofs
         for proof in proofs:
             if proof.verdict is Verdict.FAILED or proof.failed_at >= since:
                 return Verdict.FAILED, f"{what}: {proof.reason}"

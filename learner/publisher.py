@@ -4,7 +4,7 @@ Training never waits: `publish` takes a host copy of the parameters and returns.
 the newest parameters win and the versions between are skipped. Each engine goes through pause (retract) -> update from
 disk with flush -> verify the version -> continue -> canary, every stage with a deadline. An engine that fails is quarantined with
 the reason, and comes back by itself when a later try passes; one that is not there, or was restarted with other weights,
-is brought to the wanted version as soon as it answers. No engine waits for another.
+is brought to the wanted version as soon as it answers. No engine waits for another for long, see `rolling`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class PublisherOptions:
     backoff_max_s: float = 30.0
     transport: Transport = field(default_factory=DiskTransport)  # closed with the publisher
     rolling: bool = False  # one engine after another, so that the others serve meanwhile
+    rolling_wait_s: float = 60.0  # for the one before; then they go on side by side: no engine waits for a hung one
     dtype: str = "float32"  # of the published weights
     temperature: float = 1.0  # that training samples at
     refresh: int = 0  # updates after which engines of the stale pool get the newest version; 0: every one
@@ -114,8 +115,9 @@ class Publisher:
 
     # ---- for the learner ------------------------------------------------------------------------------------
 
-    def publish(self, update: int, params: Params, canary: Canary) -> int:
+    def publish(self, update: int, params: Params, canary: Canary, numbered: Callable[[int], None] = lambda version: None) -> int:
         """Publish `params`, the state after `update`, and what engines must answer with them; returns their version at once.
+        `numbered` hears it before anything can serve it; it must not call back.
 
         Raises PublishError when a parameter is not finite (nothing is written and no version is used), or when an
         earlier publication failed in the background.
@@ -131,6 +133,7 @@ class Publisher:
             if self._closing:
                 raise PublishError(f"update {update} is not published: the publisher is closed")
             version = self._folder.allocate(update)
+            numbered(version)
             skipped, self._pending = self._pending, (version, params, canary)
             self._changed.notify_all()
         if skipped is not None:
@@ -208,7 +211,8 @@ class Publisher:
         counts = []
         for api in self._apis:
             try:
-                counts.append(api.server_info().get("compilations_after_warmup"))
+                info = api.server_info()
+                counts.append(info.get("compilations_after_warmup") if isinstance(info, dict) else None)
             except EngineError as error:
                 self._events("engine_info_failed", {"url": api.url, "reason": str(error)})
         known = [int(count) for count in counts if count is not None]
@@ -282,8 +286,12 @@ class Publisher:
     @contextmanager
     def _turn(self) -> Iterator[bool]:
         """An engine's turn to be updated; False when the publisher closes first."""
-        with self._one_at_a_time if self._options.rolling else nullcontext():
+        mine = self._options.rolling and self._one_at_a_time.acquire(timeout=self._options.rolling_wait_s)
+        try:
             yield not self._closing
+        finally:
+            if mine:
+                self._one_at_a_time.release()
 
     def _served(self) -> int:
         """The newest version that an engine of main serves to stay, 0 when none does. The caller holds the lock."""

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from common.addresses import MAIN
 from common.types import EngineInfo
 from learner.engine_api import Deadlines, EngineApi, EngineError
 
-NAME, POOL = "router", "main"
+NAME = "router"
 MODEL = "policy"  # of all workers; else the router takes the path of its weights for an engine's model, and each is another one
 SOON_S = 0.1  # between two looks while the router does what it was told
 
@@ -37,7 +38,7 @@ class Router:
         self._table: list[EngineInfo] = []
         self._workers: frozenset[str] = frozenset()  # urls, when last looked at
         self._trouble = "not seen yet"
-        self._row = EngineInfo(NAME, url, POOL, 0, "starting", self._trouble)
+        self._row = EngineInfo(NAME, url, MAIN, 0, "starting", self._trouble)
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="router", daemon=True)
         self._thread.start()
@@ -65,6 +66,8 @@ class Router:
                 workers, done = self._bring(table)
             except EngineError as error:
                 trouble = str(error)
+            except (KeyError, TypeError) as error:
+                trouble = f"{self._url}/workers answered something else than a router does: {error!r}"
             with self._changed:
                 self._workers, self._trouble = workers, trouble
                 self._show()
@@ -92,7 +95,7 @@ class Router:
         words = [f"{e.name} {e.state}{f' ({e.reason})' if e.reason else ''}" for e in self._table if e not in serving]
         reason = "; ".join(filter(None, (self._trouble, *words)))
         version = min((engine.version for engine in serving), default=0)
-        row = EngineInfo(NAME, self._url, POOL, version, "ready" if serving else state, reason)
+        row = EngineInfo(NAME, self._url, MAIN, version, "ready" if serving else state, reason)
         if row == self._row:
             return
         if (row.state, row.version) != (self._row.state, self._row.version):

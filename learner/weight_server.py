@@ -92,6 +92,9 @@ class Sums:
             return {"sums": {name: [part.result() for part in parts] for name, parts in begun.items()}}
         except (FileNotFoundError, CancelledError) as error:
             raise Missing(f"version {listing.version} was retired while it was summed up") from error
+        except OSError:
+            self._begun.pop(listing, None)  # the next one who asks has them computed again
+            raise
 
     def _folder(self, listing: Listing) -> Path:
         return self._weights / str(listing.version)

@@ -118,6 +118,31 @@ TYPOS = {
         ["--domains.0.context.name=domain", "--domains.0.context.observations=2"],
         "context.observations = 2 is for a named policy",
     ),
+    "sampling that cannot be replayed": (
+        MINIMAL,
+        ["--sampling.top_p=0.9"],
+        "sampling.top_p changes the distribution that tokens are drawn from; their recorded logprobs could not be replayed",
+    ),
+    "sampling that cannot be replayed, in the file": (
+        MINIMAL + "[sampling]\nmin_new_tokens = 3",
+        [],
+        "sampling.min_new_tokens changes",
+    ),
+    "sampling: a temperature of nothing": (
+        MINIMAL,
+        ["--sampling.temperature=0"],
+        "sampling.temperature = 0: Input should be greater",
+    ),
+    "a combination: a router and two pools": (
+        MINIMAL,
+        ["--engine.router=true", "--engine.count=2", "--cross_policy.engines=1"],
+        "engine.router and cross_policy.engines cannot be used together",
+    ),
+    "a combination: a router before engines with a key": (
+        MINIMAL,
+        ["--engine.router=true", "--weights.transport=relay"],
+        "engine.router cannot be used where engines want a key",
+    ),
     "a stale pool: none left in main": (MINIMAL, ["--cross_policy.engines=1"], "of engine.count 1 leave none in the main pool"),
     "a stale pool: keys without engines": (
         MINIMAL,

@@ -212,7 +212,7 @@ class Download:
                 " make room there, or name another weights.folder",
             )
         for name, size in sizes.items():
-            self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+            self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             os.ftruncate(self._files[name], size)
         return sizes.keys() & there.keys()
 

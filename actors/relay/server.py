@@ -110,6 +110,8 @@ class Relay:
         answer = await self._pass_on(http)
         if answer.status == 200:
             self._versions.loaded(name)
+        elif answer.status < 500:
+            self._versions.refused(name, version)
         return answer
 
     async def _pass_on(self, http: web.Request) -> web.Response:

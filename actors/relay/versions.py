@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import os
 import shutil
 import ssl
 import time
@@ -58,7 +59,9 @@ class Versions:
     def __init__(self, folder: Path, tls: ssl.SSLContext | None = None, free: Callable[[Path], int] = free_bytes) -> None:
         self._folder, self._tls, self._free = folder, tls, free
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # anybody may make folders in /dev/shm
+                raise FolderError(f"{folder} is somebody else's; remove it, or name another weights.folder")
             self._lock = (folder / LOCK).open("a")
         except OSError as error:
             raise FolderError(f"{folder}: {error.strerror}; set weights.folder to one that can be written") from error
@@ -88,6 +91,10 @@ class Versions:
     def begin_load(self, engine: str, version: int) -> None:
         """`engine` may read `version` until `loaded`: who hangs up does not know whether it still does."""
         self._loading[engine].add(version)
+
+    def refused(self, engine: str, version: int) -> None:
+        """`engine` said that it does not load `version`; that says nothing of others."""
+        self._loading[engine].discard(version)
 
     def loaded(self, engine: str) -> None:
         """`engine` said that a load is done: it reads none of them any more."""
@@ -151,7 +158,8 @@ class Versions:
         keep = {*busy, *newest, *self._fetches}
         self._whole = {version: listing for version, listing in self._whole.items() if version in keep}
         there = [entry for entry in self._folder.iterdir() if entry.is_dir()]
-        return [entry for entry in there if int(entry.name.partition(".")[0]) not in keep]
+        numbered = [(entry, entry.name.partition(".")[0]) for entry in there]
+        return [entry for entry, number in numbered if number.isdigit() and int(number) not in keep]
 
     async def close(self, *, remove: bool) -> None:
         """Stop what is under way; `remove` also gives all memory back."""

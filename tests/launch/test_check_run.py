@@ -25,12 +25,12 @@ GOOD = [
 
 @pytest.fixture
 def check(tmp_path, capsys):
-    def run(evals=GOOD, overrides=(), **changes):
+    def run(evals=GOOD, overrides=(), asked=("--min-rl", "0.85", "--max-warm", "0.6", "--disjoint"), **changes):
         config = load(REPOSITORY / "configs" / "tiny.toml", overrides)
         summary = {"rollouts": ROLLOUTS, "updates": 6, "lag": {"max": 1}, "recompilations_after_warmup": 0, "evals": evals}
         (tmp_path / "config.toml").write_text(dump_toml(config))
         (tmp_path / "summary.json").write_text(json.dumps(summary | changes))
-        options = ["--min-rl", "0.85", "--max-warm", "0.6", "--disjoint"]
+        options = list(asked)
         status = check_run.main([str(tmp_path), *options])
         return status, [line[7:] for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
 
@@ -79,3 +79,42 @@ def test_a_summary_that_is_cut_is_one_line(check, tmp_path, capsys):
     (tmp_path / "summary.json").write_text("{")
     assert check_run.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("polyturn: error: ")
+
+
+# ---- the self-test --------------------------------------------------------------------------------------------------------
+
+ROWS = [{"gap_mean": 2e-7, "kl_k3": 1e-14}, {"gap_mean": 3e-7, "kl_k3": 0.0}]
+EVENTS = [
+    *[{"kind": "weights_written", "version": version} for version in (1, 2)],
+    {"kind": "engine", "state": "ready"},
+    *[{"kind": "engine_updated", "name": "engine-0", "version": version} for version in (1, 2)],
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "events", "words"),
+    [
+        (ROWS, EVENTS, ""),
+        ([], EVENTS, "gap measured in 0 of 0 updates"),
+        ([*ROWS, {"kl_k3": 0.0}], EVENTS, "gap measured in 2 of 3 updates"),
+        ([*ROWS, {"gap_mean": 1.1e-5}], EVENTS, "gap flat: 2e-07 at first, moved by 1.1e-05, allowed is 1e-05"),
+        ([ROWS[0], {"gap_mean": 2e-7, "kl_k3": 2e-5}], EVENTS, "k3 to the policy of any version: 2e-05"),
+        (ROWS, EVENTS[:4], "canaries passed: engine-0 1; the newest version 2, everywhere 1"),
+        (ROWS, EVENTS[:3], "canaries passed: none; the newest version 2, everywhere 0"),
+        (
+            ROWS,
+            [*EVENTS, {"kind": "engine_updated", "name": "engine-1", "version": 1}],
+            "engine-0 2, engine-1 1; the newest version 2",
+        ),
+        (ROWS, [*EVENTS, {"kind": "engine", "state": "quarantined"}], "engines quarantined: 1"),
+        (ROWS, [*EVENTS, {"kind": "engine_gap"}], "updates whose engines and learner were apart: 1"),
+    ],
+)
+def test_a_run_without_learning_must_agree_with_its_engines(check, tmp_path, rows, events, words):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    status, failed = check(asked=["--flat-gap"])
+    assert status == int(bool(words))
+    assert [words in line for line in failed] == [True] * bool(words), failed
+    if "canaries" in words or "engines" in words:
+        assert check(asked=["--proven"])[1] == failed

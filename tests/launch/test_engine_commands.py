@@ -67,3 +67,12 @@ def test_the_router_stands_behind_no_worker_that_the_learner_has_not_named():
         "/r/python"
     )
     assert "router" not in {p.name for p in preflight.programs(config(), RUN, preflight.choose_addresses(config()), [])}
+
+
+def test_an_environment_that_makes_sglang_return_unscaled_logprobs_is_refused(monkeypatch):
+    settings = config(f"--engine.python={sys.executable}").engine
+    assert engines.UNSCALED not in engines.problem(settings)
+    for value, refused in (("1", True), ("True", True), ("0", False)):
+        monkeypatch.setenv(engines.UNSCALED, value)
+        assert (engines.UNSCALED in engines.problem(settings)) == refused
+    assert engines.problem(load(REPOSITORY / "configs" / "smoke.toml").engine) == ""

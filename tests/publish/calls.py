@@ -90,13 +90,25 @@ def transport(run, engines):
 
 @contextmanager
 def publishing(
-    run, engines, *, incarnation=1, save=save, log=None, deadlines=EASY, backoff_s=0.02, rolling=False, pools=(), refresh=0
+    run,
+    engines,
+    *,
+    incarnation=1,
+    save=save,
+    log=None,
+    deadlines=EASY,
+    backoff_s=0.02,
+    rolling=False,
+    rolling_wait_s=60.0,
+    pools=(),
+    refresh=0,
 ):
     log = log or Log()
     names = pools or ["main"] * len(engines)
     rows = [EngineInfo(f"engine-{i}", engine.url, names[i], 0, "starting") for i, engine in enumerate(engines)]
     with transport(run, engines) as way:
         wait = {"poll_s": 0.02, "backoff_s": backoff_s, "backoff_max_s": max(backoff_s, 0.1)}
+        wait["rolling_wait_s"] = rolling_wait_s
         options = PublisherOptions(run, incarnation, deadlines, **wait, rolling=rolling, refresh=refresh, transport=way)
         publisher = Publisher(options, rows, save, log.event, log.tables.append)
         try:

@@ -182,6 +182,17 @@ def test_the_newest_two_stay_and_what_an_engine_was_last_told_of(relay, source, 
     assert there(tmp_path) == ["4", "5", "6"]
 
 
+def test_versions_that_an_engine_refuses_do_not_pile_up(relay, source, tmp_path, engine):
+    for version in range(1, 8):
+        put(source.weights, version, {"config.json": 5})
+    api = relay.api("engine-0", source.url)
+    engine.script("/update_weights_from_disk", *[Answer(400, {"message": "no"})] * 7)
+    for version in range(1, 8):
+        with pytest.raises(EngineError, match="no"):
+            update(api, fetch(api, version), version)
+    assert there(tmp_path) == ["6", "7"]
+
+
 def test_what_an_engine_may_be_loading_stays_until_it_has_loaded_another(relay, source, tmp_path, engine):
     for version in range(1, 6):
         put(source.weights, version, {"config.json": 5})

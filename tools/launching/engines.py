@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from common.addresses import Addresses
 from common.config import RunConfig
 from common.config_engine import EngineConfig
 
+UNSCALED = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # an environment variable of SGLang's
 SERVE_ON_CPU = Path(__file__).parents[1] / "sglang_cpu" / "serve.py"
 # Stock SGLang's server has no kernels of its own for a CPU: torch's attention, no grammars, nothing overlapped.
 CPU_FLAGS = (
@@ -53,6 +55,8 @@ def router_command(engine: EngineConfig, addresses: Addresses) -> tuple[str, ...
 def _engine_problem(engine: EngineConfig) -> str:
     if engine.kind != "sglang":
         return ""
+    if os.environ.get(UNSCALED, "").lower() in ("1", "true"):
+        return f"{UNSCALED} is set: SGLang would return logprobs from before the temperature, which bias every ratio; unset it"
     if not engine.python:
         if importlib.util.find_spec("sglang"):
             return ""
