@@ -162,7 +162,7 @@ def take(run: Run) -> Batch:
 
 def publish(run: Run) -> None:
     """Hand the present parameters to the publisher, which writes them and brings them to the engines."""
-    tensors, canary = run.trainer.snapshot(), run.trainer.canary(run.canary_ids)
+    tensors, canary = run.trainer.snapshot(run.canary_ids)
     run.version = run.publisher.publish(run.update, tensors, canary, lambda version: run.control.published(version, run.update))
     run.trainer.published(run.version)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -79,15 +80,6 @@ class Network:
         after = self.values(params, batch, hidden)
         return before(after), after
 
-    def canary(self, params: Params, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of ids [N]: their [N] logprobs (0 for the first), and [V] logits after the last. The trunk casts every weight to its
-        compute dtype, in which they are published: these are the published weights'."""
-        model = nnx.merge(self.graph, params["policy"])
-        row = jnp.arange(len(ids))[None]
-        logits = model.logits(model(ids[None], row, jnp.ones_like(row))[0])
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), ids[1:, None], axis=1)[:, 0]
-        return jnp.concatenate([jnp.zeros(1), chosen]), logits[-1]
-
     def score_logprobs(self, params: Params, batch: Microbatch) -> jax.Array:
         """[B, T] at trained tokens, 0 elsewhere."""
         return self.logprobs(params, batch)[0]
@@ -96,6 +88,16 @@ class Network:
 def build_network(model: ModelConfig, algorithm: AlgorithmConfig, spec: ModelSpec) -> Network:
     abstract = nnx.eval_shape(lambda: Qwen3(spec, rngs=nnx.Rngs(0), dtype=jnp.dtype(model.dtype), remat=model.remat))
     return Network(nnx.split(abstract)[0], spec, algorithm.critic)
+
+
+@partial(jax.jit, static_argnums=0)
+def canary(graph: nnx.GraphDef[Qwen3], params: nnx.State, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of ids [N], by a model and its parameters: their [N] logprobs (0 for the first), and [V] logits after the last."""
+    model = nnx.merge(graph, params)
+    row = jnp.arange(len(ids))[None]
+    logits = model.logits(model(ids[None], row, jnp.ones_like(row))[0])
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), ids[1:, None], axis=1)[:, 0]
+    return jnp.concatenate([jnp.zeros(1), chosen]), logits[-1]
 
 
 def random_policy(spec: ModelSpec, seed: int) -> nnx.State:

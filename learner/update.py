@@ -66,7 +66,7 @@ class Trainer:
         self._apply = jax.jit(optimizer.make_apply(config.optimizer), donate_argnums=0)
         self._score_values = jax.jit(network.score_values)
         self._score_logprobs = jax.jit(network.score_logprobs)
-        self._canary = jax.jit(network.canary)
+        self._stored = hf.stored_graph(spec, config.model.dtype)
         kept = config.learner.max_lag if config.learner.gap == "every" else 0
         self._gap = Gap(self._score_logprobs, self._shape, config.model.dtype, kept)
         self._bad_updates = 0
@@ -199,19 +199,16 @@ class Trainer:
         """Optimizer steps of policy updates so far."""
         return int(self._state.step)
 
-    def snapshot(self) -> dict[str, np.ndarray]:
+    def snapshot(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], Canary]:
         """The policy as it is published: Hugging Face's names and layout, `model.dtype`, in host memory. A copy, so training
-        may go on."""
-        return hf.snapshot(self._state.params["policy"], self._config.model.dtype)
+        may go on. And what an engine that serves it must answer to ids [N], made from these very values."""
+        params = hf.stored(self._state.params["policy"], self._config.model.dtype)
+        logprobs, last = jax.device_get(objective.canary(self._stored, params, ids))
+        return hf.named(params), Canary(ids, logprobs, last)
 
     def published(self, version: int) -> None:
         """The present policy is `version`."""
         self._gap.keep(version, self._state.params["policy"])
-
-    def canary(self, ids: np.ndarray) -> Canary:
-        """What an engine must answer to ids [N] once it serves the present policy as it is published."""
-        logprobs, last = jax.device_get(self._canary(self._state.params, ids))
-        return Canary(ids, logprobs, last)
 
     def logprobs(self, rollouts: Sequence[Trajectory]) -> list[list[np.ndarray]]:
         """Per rollout and segment: [S] logprobs of the action tokens under the present policy, 0 elsewhere.

@@ -2,12 +2,14 @@
 
     python tools/bench_weights.py [--rounds 7] [--engines 1] [--small]
 
-The model has the shapes of Qwen3-0.6B and random weights in bfloat16; embedded engines are processes of their own, and everything
-is on tmpfs (/dev/shm). A round takes a snapshot of float32 masters, hands it to the publisher, and waits until the table of
-engines says that all of them are ready at that version; then the files that it wrote are copied by shutil.copyfile, in one
-thread. Rounds of both alternate, medians are told. `seconds` goes from the call of Publisher.publish to the last engine's word;
-`snapshot` comes before it, while the trainer waits. `canary` is the last part of an update: a forward pass of the engine, whose
-length is the processor's affair; `ratio_file_copy` is of `transport`, the seconds without it. Prints a table and writes
+The model has the shapes of Qwen3-0.6B and random weights in bfloat16; engines (embedded) and the relay are processes of their
+own, and everything is on tmpfs (/dev/shm). A round publishes to engines that read the learner's files, publishes to others
+through the relay, and copies the files by shutil.copyfile, in one thread; medians over the rounds are told.
+
+`seconds` goes from the call of Publisher.publish until the last engine confirms the version, `seconds_with_canary` until the
+table of engines calls all of them ready; `ratio_file_copy` and `ratio_with_canary` are their shares of `file_copy_seconds`.
+`relay_...` and `ratio_relay` are the same through the relay. The trainer waits before that for `snapshot_seconds`, the cast copy
+of its float32 masters, of which `learner_canary_seconds` are the learner's side of the canary. Prints a table and writes
 runs/bench/weights.json.
 """
 
@@ -18,6 +20,7 @@ import contextlib
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):  # run as a file: the packages are in the repository root
     sys.path[0] = str(ROOT)
 
-from common.config import AlgorithmConfig, ModelConfig  # noqa: E402
+from common import cli, keys  # noqa: E402
+from common.addresses import Addresses, EngineAddress, RelayAddress  # noqa: E402
 from common.types import EngineInfo  # noqa: E402
 from learner import objective  # noqa: E402
 from learner.canary import Canary, canary_ids  # noqa: E402
@@ -45,6 +49,7 @@ from learner.model import hf  # noqa: E402
 from learner.model.spec import ModelSpec  # noqa: E402
 from learner.proofs import Proofs  # noqa: E402
 from learner.publisher import Publisher, PublisherOptions  # noqa: E402
+from learner.transport import DiskTransport, RelayTransport, Transport  # noqa: E402
 from tools.benchmarks import head, write  # noqa: E402
 
 QWEN3_06B = ModelSpec(151_936, 1024, 3072, 28, 16, 8, 128, 1e6)
@@ -52,7 +57,7 @@ SMALL = ModelSpec(32_000, 256, 768, 4, 8, 4, 32, 1e6)
 DTYPE = "bfloat16"
 START_S = 300.0
 UPDATE_S = 120.0
-ROOM = 16  # tokens of a sequence: a short canary
+TOKENS = 17  # of the canary: those that an engine scores in one dispatch, and the one that it then decodes
 
 
 @dataclass
@@ -85,103 +90,146 @@ class Events:
 
 
 @contextlib.contextmanager
-def engines(model: Path, count: int) -> Iterator[list[str]]:
-    """URLs of embedded engines on this machine, with random weights and room for one short request."""
-    sizes = ["--slots", "1", "--cache-slots", "1", "--max-length", str(ROOM), "--prefill-slots", "1", "--prefill-chunk", "8"]
-    command = [sys.executable, "-m", "learner.serving", "--model-path", str(model), "--load-format", "dummy"]
-    logs = [model.parent / f"engine-{index}.log" for index in range(count)]
-    processes = []
+def processes(commands: Mapping[str, list[str]], logs: Path) -> Iterator[dict[str, str]]:
+    """Programs by name, and where each of them listens; they end with the block."""
+    running: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for log in logs:
-            with log.open("wb") as out:
-                processes.append(subprocess.Popen([*command, "--port", "0", "--dtype", DTYPE, *sizes], cwd=ROOT, stderr=out))
-        yield [_url(log, process) for log, process in zip(logs, processes, strict=True)]
+        for name, command in commands.items():
+            with (logs / f"{name}.log").open("wb") as out:
+                running[name] = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stderr=out)
+        yield {name: _address(logs / f"{name}.log", process) for name, process in running.items()}
     finally:
-        for process in processes:
+        for process in running.values():
             process.send_signal(signal.SIGTERM)
-        for process in processes:
+        for process in running.values():
             process.wait(30)
 
 
-def _url(log: Path, process: subprocess.Popen) -> str:
+def _address(log: Path, process: subprocess.Popen[bytes]) -> str:
     until = time.monotonic() + START_S
-    while not (found := re.search(r"listening on (\S+:\d+)", log.read_text())):
+    while not (found := re.search(r"listening (?:on|at) (?:http://)?(\S+:\d+)", log.read_text())):
         if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"the engine does not start: {log.read_text()[-2000:]}")
+            raise RuntimeError(f"{log.stem} does not start: {log.read_text()[-2000:]}")
         time.sleep(0.1)
     return f"http://{found[1]}"
 
 
+def engine_command(model: Path, key: Path) -> list[str]:
+    """Random weights, and room for one canary."""
+    sizes = ["--slots", "1", "--cache-slots", "1", "--max-length", str(TOKENS + 1), "--prefill-slots", "1"]
+    files = ["--model-path", str(model), "--load-format", "dummy", "--api-key-file", str(key)]
+    return ["learner.serving", *files, *sizes, "--prefill-chunk", str(TOKENS - 1), "--port", "0", "--dtype", DTYPE]
+
+
+@dataclass(frozen=True, eq=False)
+class Road:
+    """A publisher with engines of its own, and what it says."""
+
+    publisher: Publisher
+    events: Events
+
+    def publish(self, update: int, tensors: Mapping[str, np.ndarray], canary: Canary) -> dict[str, float]:
+        """Seconds until all engines serve the tensors, and of the parts of it."""
+        self.events.seconds.clear()
+        begun = time.perf_counter()
+        version = self.publisher.publish(update, tensors, canary)
+        returned = time.perf_counter()
+        self.events.wait(version, UPDATE_S)
+        whole = time.perf_counter() - begun
+        parts = {f"{name}_seconds": self.events.seconds[name] for name in ("write", "update", "canary")}
+        confirmed = whole - self.events.seconds["canary"]
+        return {"seconds": confirmed, "seconds_with_canary": whole, "check_seconds": returned - begun} | parts
+
+
 @contextlib.contextmanager
-def through_files(run: Path, urls: list[str], spec: ModelSpec, events: Events) -> Iterator[Publisher]:
-    """Engines read what the publisher writes."""
+def road(run: Path, urls: list[str], spec: ModelSpec, transport: Transport) -> Iterator[Road]:
+    events = Events()
     rows = [EngineInfo(f"engine-{i}", url, "main", 0, "starting") for i, url in enumerate(urls)]
 
     def save(tensors: Mapping[str, np.ndarray], folder: Path) -> None:
         hf.write(tensors, spec, folder, 2)
 
-    publisher = Publisher(PublisherOptions(run, 1, dtype=DTYPE), rows, save, events.event, events.engines, Proofs())
+    options = PublisherOptions(run, 1, dtype=DTYPE, transport=transport)
+    publisher = Publisher(options, rows, save, events.event, events.engines, Proofs())
     try:
-        yield publisher
+        yield Road(publisher, events)
     finally:
         publisher.close()
 
 
-def canary_of(spec: ModelSpec, masters: nnx.State) -> Canary:
-    network = objective.build_network(ModelConfig(dtype=DTYPE), AlgorithmConfig(), spec)
-    ids = canary_ids(spec.vocab_size, ROOM - 2, 0)
-    return Canary(ids, *jax.device_get(jax.jit(network.canary)({"policy": masters}, ids)))
+@contextlib.contextmanager
+def both_roads(root: Path, spec: ModelSpec, count: int) -> Iterator[tuple[Road, Road]]:
+    """By disk and by relay, with `count` engines each."""
+    for name in ("model", "disk", "relay"):
+        (root / name).mkdir()
+    hf.write_config(spec, root / "model", DTYPE, 2)
+    keys.make(root / "relay")
+    key = root / "relay" / keys.NAME
+    config = cli.load(ROOT / "configs" / "tiny.toml", ["--weights.transport=relay", f"--weights.folder={root / 'host'}"])
+    (root / "relay" / "config.toml").write_text(cli.dump_toml(config))
+    names = [f"{kind}-{index}" for kind in ("disk", "relay") for index in range(count)]
+    with processes({name: engine_command(root / "model", key) for name in names}, root) as found:
+        urls = list(found.values())
+        engines = [EngineAddress(name=f"engine-{i}", url=url, pool="main") for i, url in enumerate(urls[count:])]
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            url = f"http://127.0.0.1:{door.getsockname()[1]}"
+        relays = [RelayAddress(name="host", url=url, engines=[engine.name for engine in engines])]
+        addresses = Addresses(learner="", engines=engines, envs={}, weights="127.0.0.1:0", relays=relays)
+        addresses.write(root / "relay")
+        (root / "relay" / "weights").mkdir()
+        with (
+            processes({"host": ["actors.relay", "--run", str(root / "relay")]}, root),
+            road(root / "disk", urls[:count], spec, DiskTransport(keys.read(key))) as disk,
+            road(
+                root / "relay", urls[count:], spec, RelayTransport(root / "relay" / "weights", addresses, keys.read(key))
+            ) as relay,
+        ):
+            yield disk, relay
 
 
-def one_round(publisher: Publisher, events: Events, masters: nnx.State, canary: Canary, update: int) -> dict[str, float]:
-    """Seconds of publishing once, and of its parts."""
-    events.seconds.clear()
+def snapshot(masters: nnx.State, graph: nnx.GraphDef, ids: np.ndarray) -> tuple[dict[str, np.ndarray], Canary, dict[str, float]]:
+    """What Trainer.snapshot makes, and the seconds it takes."""
     begun = time.perf_counter()
-    tensors = hf.snapshot(masters, DTYPE)
-    taken = time.perf_counter()
-    version = publisher.publish(update, tensors, canary)
-    returned = time.perf_counter()
-    events.wait(version, UPDATE_S)
-    seconds = time.perf_counter() - taken
-    parts = {name: events.seconds[name] for name in ("write", "update", "canary")}
-    whole = {"seconds": seconds, "transport": seconds - parts["canary"]}
-    return whole | {"snapshot": taken - begun, "check": returned - taken} | parts
+    params = jax.block_until_ready(hf.stored(masters, DTYPE))
+    cast = time.perf_counter()
+    canary = Canary(ids, *jax.device_get(objective.canary(graph, params, ids)))
+    answered = time.perf_counter()
+    tensors = hf.named(params)
+    seconds = {"snapshot_seconds": time.perf_counter() - begun, "learner_canary_seconds": answered - cast}
+    return tensors, canary, seconds
 
 
-def copied(folder: Path, aside: Path) -> float:
-    """Seconds of copying the weights in `folder`, file by file."""
-    aside.mkdir()
+def copied(weights: Path, aside: Path) -> dict[str, float]:
+    """Seconds of copying the newest version in `weights`, file by file."""
+    folder = max(weights.glob("*/DONE"), key=lambda done: int(done.parent.name)).parent
     files = sorted(folder.glob("*.safetensors"))
+    aside.mkdir()
     begun = time.perf_counter()
     for file in files:
         shutil.copyfile(file, aside / file.name)
     seconds = time.perf_counter() - begun
     shutil.rmtree(aside)
-    return seconds
+    return {"file_copy_seconds": seconds, "bytes": float(sum(file.stat().st_size for file in files))}
 
 
 def measure(spec: ModelSpec, rounds: int, count: int) -> dict[str, float]:
     masters = jax.device_put(hf.random_state(spec))
-    canary = canary_of(spec, masters)
+    graph, ids = hf.stored_graph(spec, DTYPE), canary_ids(spec.vocab_size, TOKENS, 0)
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-weights-") as name:
-        root, events = Path(name), Events()
-        (root / "model").mkdir()
-        hf.write_config(spec, root / "model", DTYPE, 2)
-        with engines(root / "model", count) as urls, through_files(root, urls, spec, events) as publisher:
-            one_round(publisher, events, masters, canary, 0)  # compiles the snapshot, and waits until the engines have started
-            for update in range(1, rounds + 1):
-                parts = one_round(publisher, events, masters, canary, update)
-                folder = next(
-                    path for path in sorted((root / "weights").glob("*/DONE"), key=lambda p: -int(p.parent.name))
-                ).parent
-                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-                for key, value in (parts | {"file_copy_seconds": copied(folder, root / "copy"), "bytes": float(size)}).items():
-                    found.setdefault(key, []).append(value)
-    medians = {key: statistics.median(values) for key, values in found.items()}
+        root = Path(name)
+        with both_roads(root, spec, count) as (disk, relay):
+            for update in range(rounds + 1):
+                tensors, canary, parts = snapshot(masters, graph, ids)
+                parts |= disk.publish(update, tensors, canary)
+                parts |= {f"relay_{name}": seconds for name, seconds in relay.publish(update, tensors, canary).items()}
+                parts |= copied(root / "disk" / "weights", root / "copy")
+                for name, value in parts.items() if update else ():  # the first one compiles, and waits for engines to start
+                    found.setdefault(name, []).append(value)
+    medians = {name: statistics.median(values) for name, values in found.items()}
     copy = medians["file_copy_seconds"]
-    ratios = {"ratio_file_copy": medians["transport"] / copy, "ratio_with_canary": medians["seconds"] / copy}
-    return ratios | medians
+    ratios = {"ratio_file_copy": "seconds", "ratio_relay": "relay_seconds", "ratio_with_canary": "seconds_with_canary"}
+    return {ratio: medians[part] / copy for ratio, part in ratios.items()} | medians
 
 
 def main() -> None:

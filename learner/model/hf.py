@@ -66,8 +66,12 @@ def stored(state: nnx.State, dtype: str) -> nnx.State:
 
 def snapshot(state: nnx.State, dtype: str) -> dict[str, np.ndarray]:
     """Parameters (float32, of the trainer) as they are published: Hugging Face's names and layout, `dtype`, in host memory."""
-    named = {hf_name(place): variable[...] for place, variable in nnx.to_flat_state(stored(state, dtype))}
-    return jax.device_get(named)
+    return named(stored(state, dtype))
+
+
+def named(params: nnx.State) -> dict[str, np.ndarray]:
+    """Stored parameters in host memory, by Hugging Face's names."""
+    return jax.device_get({hf_name(place): variable[...] for place, variable in nnx.to_flat_state(params)})
 
 
 def save(
@@ -149,14 +153,18 @@ def on_device(tensors: Mapping[Place, np.ndarray], dtype: str) -> nnx.State:
     return nnx.from_flat_state([(place, nnx.Param(value)) for place, value in zip(tensors, values, strict=True)])
 
 
-def build_stored(spec: ModelSpec, params: nnx.State, dtype: str) -> Qwen3:
-    """A model for engines, around stored parameters."""
+def stored_graph(spec: ModelSpec, dtype: str) -> nnx.GraphDef[Qwen3]:
+    """A model of stored parameters, without them."""
     model = nnx.eval_shape(lambda: Qwen3(spec, rngs=nnx.Rngs(0), dtype=DTYPES[dtype]))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
             module.transposed = True
-    nnx.update(model, params)
-    return model
+    return nnx.graphdef(model)
+
+
+def build_stored(spec: ModelSpec, params: nnx.State, dtype: str) -> Qwen3:
+    """A model for engines, around stored parameters."""
+    return nnx.merge(stored_graph(spec, dtype), params)
 
 
 def build(spec: ModelSpec, state: nnx.State, dtype: str = "float32", remat: bool = False) -> Qwen3:

@@ -286,7 +286,7 @@ def test_094_snapshots_survive_the_steps_after_them(grpo):
     for _ in range(50):
         grpo.supervised(reference, 0.02)
         tree = grpo.state_tree()
-        policy = list(grpo.snapshot().values())
+        policy = list(grpo.snapshot(np.arange(4))[0].values())
         taken.append((tree, {n: a.tobytes() for n, a in tree.items()}, policy, [x.tobytes() for x in policy]))
     for tree, own, policy, bits in taken:
         assert {n: a.tobytes() for n, a in tree.items()} == own
@@ -331,7 +331,7 @@ def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo, tmp_path):
     kernel = np.random.default_rng(1).normal(size=SPEC.hidden_size).astype(np.float32)
     ppo.restore_tree({n: kernel if n.endswith("kernel") and n.startswith("params/value_head") else a for n, a in tree.items()})
     model = Qwen3(SPEC, rngs=nnx.Rngs(0))
-    hf.write(ppo.snapshot(), SPEC, tmp_path, None)
+    hf.write(ppo.snapshot(np.arange(4))[0], SPEC, tmp_path, None)
     nnx.update(model, jax.tree.map(jnp.asarray, hf.load(tmp_path)[1]))
     forward = jax.jit(lambda ids: model(ids, jnp.arange(32)[None], jnp.ones((1, 32), int)))
     cut = [
@@ -408,8 +408,8 @@ def test_the_canary_is_that_of_the_published_weights(tmp_path):
     """What the saved file says, read back and computed by a model of its own."""
     trainer = Trainer(config(), SPEC)
     ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
-    found = trainer.canary(ids)
-    hf.write(trainer.snapshot(), SPEC, tmp_path, None)
+    tensors, found = trainer.snapshot(ids)
+    hf.write(tensors, SPEC, tmp_path, None)
     spec, state = hf.load(tmp_path)
     model = hf.build(spec, state)
     row = jnp.arange(len(ids))[None]
@@ -425,19 +425,19 @@ def test_the_canary_of_bfloat16_weights_is_not_that_of_their_masters():
     """Masters that are bfloat16 already give it, bit for bit; masters that are not, differ from float32's by their rounding."""
     ids = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
     trainer = Trainer(config(model={"dtype": "bfloat16"}), SPEC)
-    found = trainer.canary(ids)
+    found = trainer.snapshot(ids)[1]
     tree = trainer.state_tree()
     rounded = {
         n: np.asarray(jnp.asarray(a).astype(jnp.bfloat16).astype(a.dtype)) if "policy" in n else a for n, a in tree.items()
     }
     assert any((rounded[name] != tree[name]).any() for name in tree)
     trainer.restore_tree(rounded)
-    assert trainer.canary(ids).logprobs.tobytes() == found.logprobs.tobytes()
+    assert trainer.snapshot(ids)[1].logprobs.tobytes() == found.logprobs.tobytes()
     moved = {
         name: a * (1 + 2**-10) if "policy" in name else a for name, a in rounded.items()
     }  # less than half a step of bfloat16
     trainer.restore_tree(moved)
-    assert trainer.canary(ids).logprobs.tobytes() == found.logprobs.tobytes()
+    assert trainer.snapshot(ids)[1].logprobs.tobytes() == found.logprobs.tobytes()
 
 
 def test_the_gap_is_a_mean_a_quantile_and_a_divergence(grpo):

@@ -81,7 +81,7 @@ def run_over(publisher, control) -> main.Run:
     config = RunConfig.model_validate(
         {"name": "x", "model": {"tokenizer": "configs/tokenizers/tiny"}, "domains": [{"name": "frozenlake"}]}
     )
-    trainer = SimpleNamespace(snapshot=lambda: weights(1), canary=lambda ids: canary(), published=lambda version: None)
+    trainer = SimpleNamespace(snapshot=lambda ids: (weights(1), canary()), published=lambda version: None)
     publisher = publisher or SimpleNamespace(check=lambda: None)
     return main.Run(config, Path(), None, control, trainer, publisher, Checkpoints(), None, lambda: False)  # type: ignore[arg-type]
 
@@ -124,11 +124,10 @@ class Sometimes:
 
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
-        self.canary = lambda ids: canary()
         self.published = lambda version: None
 
-    def snapshot(self):
-        return weights(1)
+    def snapshot(self, ids):
+        return weights(1), canary()
 
     def policy_update(self, groups, live, version):
         outcome = self.outcomes.pop(0)
@@ -311,9 +310,6 @@ class Supervised:
     def state_tree(self):
         return {}
 
-    def canary(self, ids):
-        return canary()
-
     def published(self, version):
         pass
 
@@ -397,7 +393,7 @@ def test_a_warm_start_goes_on_until_success_is_reached(tmp_path, successes, made
         fields = {"updates": 21, "lr": 1.0, "target_loss": 0.5, "target_success": 0.2}
         run.config = run.config.model_copy(update={"warm": run.config.warm.model_copy(update=fields)})
         run.trainer, run.folder = Supervised(0.1), Folder()
-        run.trainer.snapshot = lambda: weights(1)
+        run.trainer.snapshot = lambda ids: (weights(1), canary())
         main.warm_start(run)
         assert control.ledger.warm_update == made
         looks = min(len(successes), 8)  # at 8, 10, ..., 20, and at the end

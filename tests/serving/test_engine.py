@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from learner.model import hf
+from learner.serving.programs import DecodeRows, EngineShape, Programs
+from learner.serving.request import STOPS
 from tests.serving.conftest import SHAPE, SPEC, Bench, make_model, make_request, make_scored, model_logprobs, prompt_logprobs
 
 PROMPTS = [[(7 * i + 3 * j) % 61 + 1 for j in range(4 + 3 * i)] for i in range(8)]
@@ -257,3 +260,20 @@ def test_steady_state_compiles_nothing(bench, model):
         bench.run(make_request("fork", [*PROMPTS[size - 1][:4], 2, 2], 2))
         bench.run(make_scored("scored", PROMPTS[size - 1], size))
     assert bench.engine.compilations.total == before
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_programs_in_bfloat16_copy_no_matrix(rows):
+    """XLA on a CPU likes to turn bfloat16 weights to float32 first, in every dispatch: most of its time, with a real model."""
+    spec = replace(SPEC, vocab_size=4096, hidden_size=64)
+    params = hf.stored(hf.random_state(spec), "bfloat16")
+    shape = EngineShape(rows, rows, 16, 4, 1, 4, (16,))
+    programs = Programs(hf.build_stored(spec, params, "bfloat16"), shape)
+    row, tokens = np.zeros(rows, np.int32), np.zeros(4, np.int32)
+    decode = DecodeRows(row, row, row, row, row.astype(np.uint32), row.astype(np.float32), np.zeros((rows, STOPS), np.int32))
+    lowered = [
+        programs._decode.lower(params, programs.cache, decode, np.int32(1), 16),
+        programs._score.lower(params, programs.cache, np.int32(0), tokens, tokens, tokens),
+    ]
+    for program in lowered:
+        assert program.compile().memory_analysis().temp_size_in_bytes < spec.vocab_size * spec.hidden_size * 4
