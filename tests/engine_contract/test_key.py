@@ -22,7 +22,7 @@ def test_without_the_key_only_health_answers(engine: Served, shown: str) -> None
     for method, paths in (("POST", POSTS), ("GET", GETS)):
         for path in paths:
             with pytest.raises(EngineError, match="Unauthorized") as refusal:
-                stranger._call(method, path, 20, {} if method == "POST" else None)
+                stranger.call(method, path, 20, {} if method == "POST" else None)
             assert refusal.value.status == 401, path
     assert engine.api.weight_version() == "1"
 
