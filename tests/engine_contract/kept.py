@@ -20,11 +20,11 @@ from flax import nnx
 
 from common import keys
 from common.types import EngineInfo
+from learner import objective
 from learner.canary import Canary, canary_ids
 from learner.engine_api import Deadlines, EngineApi
 from learner.model import hf, tensorfiles
 from learner.model.spec import ModelSpec
-from learner.objective import Network
 from learner.proofs import Verdict
 from learner.publisher import Publisher, PublisherOptions
 from learner.transport import DiskTransport
@@ -107,9 +107,8 @@ class Weights:
     @staticmethod
     def of(folder: Path) -> Weights:
         spec, state = hf.load(folder)
-        network = Network(nnx.split(hf.build(spec, state))[0], spec, "none")
         ids = canary_ids(spec.vocab_size, 256, 0)
-        logprobs, last = jax.device_get(jax.jit(network.canary)({"policy": state}, ids))
+        logprobs, last = jax.device_get(objective.canary(nnx.graphdef(hf.build(spec, state)), state, ids))
         return Weights(spec, hf.snapshot(state, "float32"), Canary(ids, logprobs, last), Learner(folder, "float32"))
 
     def write(self, folder: Path) -> None:
