@@ -10,11 +10,28 @@ from tests.e2e.launched import REPOSITORY
 ENGINE = """
 import argparse, signal, threading
 
-from tests.fakes import Answer, FakeEngine
+import numpy as np
+
+from tests.fakes import Answer, FakeEngine, _json
+
+
+class Engine(FakeEngine):  # passes its canary, as the file says, and serves nothing else
+    async def _generate(self, body):
+        if body.get("logprob_start_len") != 0:
+            return await super()._generate(body)
+        with np.load(self.model_path + "/canary.npz") as canary:
+            logprobs, logits = canary["logprobs"].tolist(), canary["last_logits"].astype(float)
+        meta = {
+            "input_token_logprobs": [[None, 0, None], *([logprob, 0, None] for logprob in logprobs[1:])],
+            "output_token_logprobs": [[float(logits[0] - np.logaddexp.reduce(logits)), 0, None]],
+            "weight_versions": [{"version": self.weight_version, "start": 0, "end": 1}],
+        }
+        return _json({"meta_info": meta})
+
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
-engine = FakeEngine(vocabulary=1)  # no prompt fits it
+engine = (FakeEngine if REFUSES == "/generate" else Engine)(vocabulary=1)  # no prompt fits it
 if REFUSES:
     engine.script(REFUSES, *[Answer(400, {"message": "not here"})] * 1000)
 engine.port = parser.parse_known_args()[0].port
@@ -38,6 +55,14 @@ def test_an_engine_that_refuses_every_prompt(launched, compiled):
     attempts = Counter(event["rollout"] for event in failed)
     assert max(attempts.values()) == 2
     assert {event["attempt"] for event in failed if event["again"]} == {1}
+
+
+def test_an_engine_that_refuses_its_canary(launched):
+    launched.root = root_with_engine(launched.folder / "root", "/generate")
+    code, out = launched.launch("local")
+    assert (code, launched.alive()) == (2, []), out
+    assert "polyturn: error: no engine takes version 1: engine-0 at http://127.0.0.1:" in out.splitlines()[-1]
+    assert "failed at canary: /generate answered 400: not here" in out.splitlines()[-1]
 
 
 def test_an_engine_that_refuses_the_first_weights(launched):
