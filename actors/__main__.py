@@ -78,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asyncio.run(act(arguments.run, cli.load(arguments.run / "config.toml"), arguments.index))
     except (cli.ConfigError, AddressesError, CodecError, TemplateError) as error:
-        print("polyturn: error: " + str(error).replace("\n", "; "), file=sys.stderr)
-        return 2
+        return cli.refuse(error)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,6 +107,12 @@ def _explain(detail: Any) -> str:
     if not where:
         return message
     return f"{where} = {detail['input']!r}: {message}" if not isinstance(detail["input"], dict | list) else f"{where}: {message}"
+
+
+def refuse(error: Exception) -> int:
+    """Say in one line why a program does not go on; returns its exit status: a restart would not help."""
+    print("polyturn: error: " + str(error).replace("\n", "; "), file=sys.stderr)
+    return 2
 
 
 def meant(word: str, known: Sequence[str], what: str) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from learner.optimizer import Params
-from learner.pack import Aggregation, Example, Microbatch, Shape, pack
+from learner.pack import Aggregation, Example, Microbatch, Shape, pack, padded
 
 Score = Callable[[Params, Microbatch], jax.Array]  # [B, T] logprobs at trained tokens
 
@@ -67,8 +67,7 @@ class Gap:
 
 def _behind(example: Example, own: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Engine's logprob minus the learner's, where `mask`; `own` may lack context at the end."""
-    whole = np.concatenate([own, np.zeros(len(mask) - len(own), own.dtype)])
-    return example.behaviour[mask] - whole[mask]
+    return example.behaviour[mask] - padded(own, len(mask))[mask]
 
 
 def metrics(logs: np.ndarray) -> dict[str, float]:

@@ -102,6 +102,11 @@ class Packed:
         return [arrays[m][row, start : start + length] for m, row, start, length in self.places]
 
 
+def padded(array: np.ndarray, length: int) -> np.ndarray:
+    """What `Packed.read` gave, with zeros for the context that packing cut off."""
+    return np.concatenate([array, np.zeros(length - len(array), array.dtype)])
+
+
 def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation, keep_tails: bool = False) -> Packed:
     """Lay the examples out, longest first, each in the first row with room.
 

@@ -27,7 +27,7 @@ from learner.canary import Canary
 from learner.gap import Gap
 from learner.model import hf
 from learner.model.spec import ModelSpec
-from learner.pack import Aggregation, Example, Microbatch, Packed, Shape, pack
+from learner.pack import Aggregation, Example, Microbatch, Packed, Shape, pack, padded
 
 Metrics = dict[str, float]
 Live = Mapping[str, Sequence[np.ndarray]]  # rollout id -> per step [A] bool: young enough for the loss
@@ -150,7 +150,7 @@ class Trainer:
         after = iter(packed.read([np.asarray(values) for _, values in scores]))
         for rollout in rollouts:
             ends = [next(after)[-1] for _ in rollout.segments]
-            values = [_padded(next(before), len(segment.ids)) for segment in rollout.segments]
+            values = [padded(next(before), len(segment.ids)) for segment in rollout.segments]
             yield values, float(ends[credit.last_segment(rollout.trajectory, rollout.segments)])
 
     def _minibatches(self, groups: int, epoch: int) -> list[np.ndarray]:
@@ -223,7 +223,7 @@ class Trainer:
         ]
         packed = pack(examples, self._shape, Aggregation())
         found = iter(packed.read([np.asarray(self._score_logprobs(self._state.params, b)) for b in packed.microbatches]))
-        return [[_padded(next(found), len(segment.ids)) for segment in own] for own in parts]
+        return [[padded(next(found), len(segment.ids)) for segment in own] for own in parts]
 
     def state_tree(self) -> dict[str, np.ndarray]:
         """Parameters, moments and counts by name, in host memory: a copy, so training may go on."""
@@ -289,11 +289,6 @@ def _examples(group: Sequence[Rollout], credits: Sequence[Sequence[credit.Credit
 
 def _untrained(examples: Sequence[Example]) -> list[Example]:
     return [replace(example, mask=np.zeros_like(example.mask)) for example in examples]
-
-
-def _padded(array: np.ndarray, length: int) -> np.ndarray:
-    """With zeros for the context that packing cut off."""
-    return np.concatenate([array, np.zeros(length - len(array), array.dtype)])
 
 
 # ---- adding up ---------------------------------------------------------------------------------------------

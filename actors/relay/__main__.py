@@ -70,8 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asyncio.run(work(arguments.run, cli.load(arguments.run / "config.toml"), arguments.index))
     except (cli.ConfigError, AddressesError, FolderError, PortBusy) as error:
-        print("polyturn: error: " + str(error).replace("\n", "; "), file=sys.stderr)
-        return 2
+        return cli.refuse(error)
     return 0
 
 

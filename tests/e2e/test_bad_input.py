@@ -11,8 +11,9 @@ ENGINE = """
 import argparse, signal, threading
 
 import numpy as np
+from aiohttp import web
 
-from tests.fakes import Answer, FakeEngine, _json
+from tests.fakes import Answer, FakeEngine
 
 
 class Engine(FakeEngine):  # passes its canary, as the file says, and serves nothing else
@@ -26,7 +27,7 @@ class Engine(FakeEngine):  # passes its canary, as the file says, and serves not
             "output_token_logprobs": [[float(logits[0] - np.logaddexp.reduce(logits)), 0, None]],
             "weight_versions": [{"version": self.weight_version, "start": 0, "end": 1}],
         }
-        return _json({"meta_info": meta})
+        return web.json_response({"meta_info": meta})
 
 
 parser = argparse.ArgumentParser()
