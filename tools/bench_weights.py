@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="a small model, to see that it runs; writes nothing")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing stays in memory, however it ends
     found = measure(SMALL if args.small else QWEN3_06B, args.rounds, args.engines)
     print(f"| {'small' if args.small else 'Qwen3-0.6B'}, {args.engines} engine(s) | |\n|---|---|")
     for name, value in found.items():

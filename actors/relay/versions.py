@@ -1,8 +1,8 @@
 """The versions that a host holds: one folder each below a folder of the relay's own, whole or marked as partial.
 
-A version is pulled once, however many engines ask. What is deleted: all but the newest two, those that an engine was last
-told of, and those that one may be loading. A relay that starts again trusts nothing that it finds: whole versions count as
-partial too, until their sums have been looked at.
+A version is pulled once, however many engines ask. What stays: those that an engine was last told of, those that one may be
+loading, and while another one comes the newest two. A relay that starts again trusts nothing that it finds: whole
+versions count as partial too, until their sums have been looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from actors.relay.download import Download, FetchError, Listing, Source, listing
 
 log = logging.getLogger("actors.relay")
 
-NEWEST = 2  # versions that are kept whoever uses them
 LOCK = "lock"
 
 
@@ -74,6 +73,8 @@ class Versions:
         self._fetches: dict[int, _Fetch] = {}
         self._wanted: dict[str, int] = {}  # engine -> the version that it was last told of
         self._loading: defaultdict[str, set[int]] = defaultdict(set)  # engine -> versions that it may be reading
+        self._deleting = asyncio.Lock()
+        self._tidying: set[asyncio.Task[None]] = set()
         for entry in folder.iterdir():
             if entry.name.isdigit():
                 entry.rename(self._partial(int(entry.name)))
@@ -97,8 +98,16 @@ class Versions:
         self._loading[engine].discard(version)
 
     def loaded(self, engine: str) -> None:
-        """`engine` said that a load is done: it reads none of them any more."""
+        """`engine` said that a load is done: it reads none of them any more. Gives back what nobody wants, before the next
+        version comes: that takes a while, in which nobody has to wait."""
         self._loading[engine].clear()
+        task = asyncio.create_task(self._tidy(newest=0))
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
+
+    async def _tidy(self, newest: int) -> None:
+        async with self._deleting:  # a version of the same number is not pulled meanwhile
+            await asyncio.to_thread(_delete, self._unwanted(newest))
 
     async def fetch(self, engine: str, source: str, version: int, deadline_s: float) -> Path:
         """The folder of `version`, whole, as `source` has it now. Raises FetchError."""
@@ -132,7 +141,7 @@ class Versions:
     async def _run(self, fetch: _Fetch, version: int) -> None:
         try:
             with closing(fetch.source) as source:
-                await asyncio.to_thread(_delete, self._unwanted(version))
+                await self._tidy(newest=2)
                 listing = await asyncio.to_thread(listing_of, source, version)
                 if self._whole.get(version) == listing:
                     return
@@ -151,11 +160,10 @@ class Versions:
         finally:
             del self._fetches[version]
 
-    def _unwanted(self, coming: int) -> list[Path]:
-        """Folders that may go, taken from the table."""
+    def _unwanted(self, newest: int) -> list[Path]:
+        """Folders that may go, taken from the table; the newest ones may not."""
         busy = {*self._wanted.values(), *(version for versions in self._loading.values() for version in versions)}
-        newest = sorted({coming, *self._whole, *self._fetches})[-NEWEST:]
-        keep = {*busy, *newest, *self._fetches}
+        keep = {*busy, *self._fetches, *sorted({*self._whole, *self._fetches}, reverse=True)[:newest]}
         self._whole = {version: listing for version, listing in self._whole.items() if version in keep}
         there = [entry for entry in self._folder.iterdir() if entry.is_dir()]
         numbered = [(entry, entry.name.partition(".")[0]) for entry in there]
@@ -166,7 +174,7 @@ class Versions:
         fetches = list(self._fetches.values())
         for fetch in fetches:
             fetch.stop()
-        await asyncio.gather(*(fetch.task for fetch in fetches), return_exceptions=True)
+        await asyncio.gather(*(fetch.task for fetch in fetches), *self._tidying, return_exceptions=True)
         if remove:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         self._lock.close()

@@ -182,6 +182,21 @@ def test_the_newest_two_stay_and_what_an_engine_was_last_told_of(relay, source, 
     assert there(tmp_path) == ["4", "5", "6"]
 
 
+def test_what_all_engines_have_left_behind_is_gone_before_the_next_version_comes(relay, source, tmp_path):
+    for version in (1, 2):
+        put(source.weights, version, {"config.json": 5})
+    one, two = (relay.api(f"engine-{index}", source.url) for index in range(2))
+    update(one, fetch(one, 1), 1)
+    update(two, fetch(two, 1), 1)
+    update(one, fetch(one, 2), 2)
+    assert there(tmp_path) == ["1", "2"]  # engine-1 may start again, and read version 1
+    update(two, fetch(two, 2), 2)
+    until(lambda: there(tmp_path) == ["2"], "version 1 to be given back", 10)
+    for api in (one, two):  # the learner went back to it
+        update(api, fetch(api, 1), 1)
+    until(lambda: there(tmp_path) == ["1"], "version 2 to be given back", 10)
+
+
 def test_versions_that_an_engine_refuses_do_not_pile_up(relay, source, tmp_path, engine):
     for version in range(1, 8):
         put(source.weights, version, {"config.json": 5})
