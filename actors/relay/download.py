@@ -170,6 +170,7 @@ class Download:
             for name, size in self.listing.files
             for index, start in enumerate(range(0, size, self.listing.part_bytes))
         ]
+        parts.sort(key=lambda part: part.index)  # file by file in turn: writers of one file wait for each other in the kernel
         pool = ThreadPoolExecutor(CONNECTIONS + 1, thread_name_prefix="relay")
         try:
             wanted = pool.submit(self._sums)  # computed over there, while bytes come
