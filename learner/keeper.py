@@ -2,7 +2,8 @@
 
 fetch (where weights have to travel) -> pause (retract) -> update from disk with flush -> verify the version -> continue ->
 canary, every stage with a deadline. (A paused engine serves nothing, so the canary comes last; `learner/proofs.py` keeps what is
-sampled before it apart.) What fails leaves the engine quarantined with the reason; a later try that passes brings it back.
+sampled before it apart.) What fails leaves the engine quarantined with the reason; a later try that passes brings it back. The
+same version is tried again after a back-off, and not at all once the engine has died of it too often; another one at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from learner.engine_api import EngineApi, EngineError, EngineGone
 
 if TYPE_CHECKING:
     from learner.publisher import Publisher
+
+
+DEATHS = 3  # of one version; where that is the first one, publisher.REFUSALS of them end the wait for it
 
 
 class WrongWeights(EngineError):
@@ -38,6 +42,8 @@ class EngineKeeper:
         self._in_doubt = True  # paused, or weights of unknown origin: no update was finished since the last one began
         self._failures = 0
         self._retry_at = 0.0  # time.monotonic()
+        self._tried = 0  # the version that was begun last
+        self._deaths = 0  # of it
 
     def run(self) -> None:
         shared, options = self._publisher, self._publisher._options
@@ -70,11 +76,14 @@ class EngineKeeper:
             self._set(version=version, state="starting", reason="no weights are published yet")
         elif version == target and not self._in_doubt:
             self._set(version=version, state="ready", reason="")
-        elif time.monotonic() >= self._retry_at:
+        elif target == self._tried and self._deaths >= DEATHS:
+            self._set(state="quarantined", reason=f"it died of version {target} {DEATHS} times: it waits for another one")
+        elif target != self._tried or time.monotonic() >= self._retry_at:
             self._update(target)
 
     def _update(self, target: int) -> None:
         started = time.monotonic()
+        self._tried, self._deaths = target, self._deaths if self._tried == target else 0
         stage, took = "fetch", {}
         try:
             folder = self._api.prepare(self._publisher._folder.path(target), target)  # it may take a while, and serves meanwhile
@@ -88,6 +97,7 @@ class EngineKeeper:
         except EngineGone as error:
             self._gone(error, f"update to version {target} failed at {stage}: ")
             if stage == "update":  # SGLang dies of files that are cut short, and of those of another model
+                self._deaths += 1
                 self._count(error)
         except EngineError as error:
             self._quarantine(stage, target, error)

@@ -184,13 +184,33 @@ def test_a_new_process_does_not_wait_for_the_back_off_of_the_old(tmp_path, engin
     with publishing(tmp_path, [engine], backoff_s=3600.0) as publisher:
         publisher.publish(0, weights(1), canary())
         until(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
-        publisher.publish(1, weights(2), canary())
         with pytest.raises(PublishError, match="quarantined"):
             publisher.wait_ready(1, 0.2)  # tried again too early otherwise
         engine.stop()
         until(lambda: state(publisher) == "starting", "it is gone")
         engine.restart()
-        assert publisher.wait_ready(2, 20) == 2
+        assert publisher.wait_ready(1, 20) == 1
+
+
+def test_another_version_does_not_wait_for_the_back_off_of_the_one_that_failed(tmp_path, engine):
+    engine.script("/update_weights_from_disk", Answer(400, {"message": "no"}))
+    with publishing(tmp_path, [engine], backoff_s=3600.0) as publisher:
+        publisher.publish(0, weights(1), canary())
+        until(lambda: "failed at update" in publisher.engines()[0].reason and not engine.paused, "quarantine, pause undone")
+        assert publisher.wait_ready(publisher.publish(1, weights(2), canary()), 20) == 2
+
+
+def test_a_version_that_kills_an_engine_is_not_given_to_it_for_ever(tmp_path, engine):
+    """Each death is a start that the launcher counts."""
+    with publishing(tmp_path, [engine]) as publisher:
+        publisher.wait_ready(publisher.publish(0, weights(1), canary()), 20)
+        engine.script("/update_weights_from_disk", *[DROP] * 4)
+        publisher.publish(1, weights(2), canary())
+        until(lambda: "it died of version 2 3 times" in publisher.engines()[0].reason, "quarantine")
+        assert engine.posts().count("/update_weights_from_disk") == 4
+        assert state(publisher) == "quarantined"
+        engine.unscript()
+        assert publisher.wait_ready(publisher.publish(2, weights(3), canary()), 20) == 3
 
 
 @pytest.mark.parametrize("path", SEQUENCE)
