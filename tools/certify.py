@@ -1,6 +1,6 @@
 """Says whether a model, its tokenizer, its chat template and an engine are token-exact together.
 
-    python tools/certify.py MODEL --engine http://127.0.0.1:30000 [--config run.toml] [--json PATH]
+    python tools/certify.py MODEL --engine http://127.0.0.1:30000 [--config run.toml] [--key-file FILE] [--json PATH]
 
 MODEL is a Hugging Face directory (config.json, safetensors, tokenizer.json, tokenizer_config.json); the engine serves it: an
 embedded one (`python -m learner.serving`) or a stock SGLang server. Each row of the table is a check with what was seen.
@@ -45,6 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--engine", required=True, metavar="URL")
     parser.add_argument("--config", type=Path, help="a run's TOML file, for its [chat] table")
+    parser.add_argument("--key-file", type=Path, help="engine_key.yaml of the run that started the engine, where it wants a key")
     parser.add_argument("--skip-logprobs", action="store_true", help="certify without the learner's forward pass")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, too")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for all calls to the engine (default 120)")
@@ -56,11 +57,13 @@ def certify(args: argparse.Namespace) -> Iterator[Row]:
     from actors.codec import load_model_files
     from actors.conversation import conversation
     from actors.template import TemplateError
+    from common import keys
     from tools.certifying import identity
     from tools.certifying.engine import Engine
     from tools.certifying.rows import Row, Verdict, not_run
 
-    chat_config, config, engine = chat_of(args.config), read_model(args.model), Engine(args.engine, args.timeout)
+    key = keys.read(args.key_file) if args.key_file else ""
+    chat_config, config, engine = chat_of(args.config), read_model(args.model), Engine(args.engine, args.timeout, key)
     info, server = engine.model_info(), engine.server_info()
     known = known_ids(args.model)
     if known > config.get("vocab_size", 0):
@@ -230,13 +233,14 @@ def main(argv: list[str] | None = None) -> int:
     from actors.codec import CodecError
     from common.cli import ConfigError
     from common.files import replace_file
+    from common.keys import KeyFileError
     from tools.certifying.engine import Trouble
     from tools.certifying.rows import Verdict, as_json, table
 
     try:
         check_options(args)
         rows = list(certify(args))
-    except (InputError, CodecError, ConfigError, Trouble) as error:
+    except (InputError, CodecError, ConfigError, KeyFileError, Trouble) as error:
         print(f"polyturn: error: {error}", file=sys.stderr)
         return 2
     passed, seconds = all(row.holds for row in rows), round(time.monotonic() - begun, 1)

@@ -10,9 +10,11 @@ import time
 
 import pytest
 
+from common import keys
 from tests.actors.toy import CHATML
 from tests.certify import liars
 from tests.certify.conftest import REPOSITORY, TINY, make_model
+from tests.fakes import FakeEngine
 
 LEARNED = {"logprobs: temperature 1", "logprobs: temperature 0.7", "non-canonical: continuation"}
 
@@ -170,6 +172,17 @@ def test_engines_that_cannot_be_asked(model, engine, codec, certified) -> None:
         refused(certified(model, router.url), "HTTP 404.* not of a router")
     with liars.Starting(engine, codec) as starting:
         refused(certified(model, starting.url), "still starting")
+
+
+def test_an_engine_that_wants_a_key(model, tmp_path, certified) -> None:
+    keys.make(tmp_path)
+    with FakeEngine() as engine:
+        engine.key = keys.read(tmp_path / keys.NAME)
+        refused(certified(model, engine.url), "wants another key; name the engine_key.yaml of its run by --key-file")
+        refused(certified(model, engine.url, "--key-file", str(tmp_path / "none")), "none: No such file")
+        found = certified(model, engine.url, "--key-file", str(tmp_path / keys.NAME))
+        assert found.status == 1  # it is asked, and it is no model
+        assert found.rows["stops: length"]["verdict"] == "pass"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from actors.engines import NEUTRAL
+from common import keys
 
 CALL_S = 60.0  # one call
 TOGETHER = 8  # requests at one time
@@ -81,8 +82,8 @@ class Sample:
 class Engine:
     """The engine at `url`. `samples` are all answers to `generate`, in order."""
 
-    def __init__(self, url: str, seconds: float) -> None:
-        """Raises Unreachable for what is no address."""
+    def __init__(self, url: str, seconds: float, key: str = "") -> None:
+        """`key`: that the engine was started with. Raises Unreachable for what is no address."""
         try:
             parts = urlsplit(url)
             self._host, self._port, self._base = parts.hostname or "", parts.port or 80, parts.path.rstrip("/")
@@ -90,7 +91,7 @@ class Engine:
             raise Unreachable(f"--engine {url!r} is no address ({error}); write http://host:port") from error
         if parts.scheme != "http" or not self._host:
             raise Unreachable(f"--engine {url!r} is no address of an engine; write http://host:port")
-        self.url = url
+        self.url, self._headers = url, {"Content-Type": "application/json", "Connection": "close", **keys.bearer(key)}
         self._until = time.monotonic() + seconds
         self.samples: list[Sample] = []
 
@@ -105,6 +106,8 @@ class Engine:
         """The first of `paths` that is known; older SGLang has other names."""
         for path in paths:
             status, answer = self._call("GET", path, None)
+            if status == 401:
+                raise Unreachable(f"--engine {self.url} wants another key; name the {keys.NAME} of its run by --key-file")
             if status == 503:
                 raise Unreachable(f"--engine {self.url} is still starting; wait until {self.url}/health answers 200")
             if status == 200 and isinstance(answer, dict):
@@ -149,7 +152,7 @@ class Engine:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=min(left, CALL_S))
         try:
             data = None if body is None else orjson.dumps(body)
-            connection.request(method, self._base + path, data, {"Content-Type": "application/json", "Connection": "close"})
+            connection.request(method, self._base + path, data, self._headers)
             response = connection.getresponse()
             raw = response.read()
         except TimeoutError as error:
