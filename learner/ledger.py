@@ -75,11 +75,12 @@ class Ledger:
         return bound - sum(group.kind is kind for group in self.groups.values())
 
     def open(self, kind: Kind, task: Task, *seed_parts: int | str) -> Group:
-        """A new group with its fixed plan. Seeds come from the ordinal, the group and the member, or from `seed_parts`."""
+        """A new group with its fixed plan. Seeds come from kind, ordinal and member, or from `seed_parts` and the member: not from
+        the incarnation, so that a resumed run asks for what an uninterrupted one would have asked for."""
         ordinal = self._next[kind]
         self._next[kind] += 1
         group = Group(f"{self.incarnation}-{kind.value}{ordinal:06d}", kind, ordinal, task)
-        parts = seed_parts or (ordinal, group.id)
+        parts = seed_parts or (kind.value, ordinal)
         for member in range(self.rules.group_size if kind is Kind.RL else 1):
             seed = derive_seed(self.rules.seed, *parts, member)
             group.rollouts.append(Rollout(f"{group.id}-{member}", group.id, member, seed))
