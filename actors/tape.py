@@ -160,6 +160,6 @@ class Tape:
             tail_spans=self.tail.spans,
             status=self.status,
             flags=tuple(self.flags),
-            metrics={**self.metrics, **self.counts},
+            metrics={**self.metrics, **self.counts, **({"stage": float(a.stage)} if a.stage else {})},
             sampling=a.sampling,
         )

@@ -16,6 +16,7 @@ from common.config_cross_policy import CrossPolicyConfig
 from common.config_domain import DomainConfig
 from common.config_engine import EngineConfig, WeightsConfig
 from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
+from common.config_tasks import CurriculumConfig, TasksConfig, check_unlock
 
 QUEUED = 1.5  # requests at an engine for each of its slots
 
@@ -259,6 +260,8 @@ class RunConfig(Table):
     actors: ActorsConfig = ActorsConfig()
     chat: ChatConfig = ChatConfig()
     sampling: SamplingConfig = SamplingConfig()
+    tasks: TasksConfig = TasksConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     warm: WarmConfig = WarmConfig()
@@ -308,6 +311,9 @@ class RunConfig(Table):
         if self.engine.port and self.engine.port <= self.learner.port <= last:
             raise ValueError(f"learner.port {self.learner.port} is an engine's too; engines get {self.engine.port} to {last}")
         self.cross_policy.check(self.engine.count, self.learner.max_lag)
+        self.tasks.check(self.algorithm.group_size, self.algorithm.groups_per_update, self.learner.take)
+        self.curriculum.check(max(domain.limits.max_turns for domain in self.domains))
+        check_unlock({domain.name: domain.unlock for domain in self.domains})
         for domain in self.domains:
             tokens, where = domain.limits.max_tokens, f"domains.{domain.name}.limits.max_tokens"
             if tokens > self.engine.max_length:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -96,6 +96,9 @@ class DomainConfig(Table):
 
     name: str
     weight: Rate = Field(default=1.0, description="share of the groups, relative to the other domains")
+    unlock: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default={}, description="domain -> success in training that it must have reached before groups of this one open"
+    )
     replicas: Positive = Field(default=1, description="env server processes")
     capacity: Positive = Field(default=256, description="sessions per env server")
     threads: Positive = Field(default=8, description="threads per env server for blocking environment code")

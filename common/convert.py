@@ -242,6 +242,7 @@ def assignment_to(a: t.Assignment) -> pb.AssignmentMessage:
         sampling=sampling_to(a.sampling),
         context=pb.ContextPolicyMessage(name=a.context.name, options_json=json.dumps(a.context.options)),
         stale_share=a.stale_share,
+        stage=a.stage,
     )
 
 
@@ -257,6 +258,7 @@ def assignment_from(m: pb.AssignmentMessage) -> t.Assignment:
         sampling=sampling_from(m.sampling),
         context=t.ContextPolicy(m.context.name, _json_loads(m.context.options_json, "context options") or {}),
         stale_share=m.stale_share,
+        stage=m.stage,
     )
 
 

@@ -229,6 +229,7 @@ class Assignment:
     sampling: Sampling
     context: ContextPolicy
     stale_share: float = 0.0  # probability that the stale pool samples a turn
+    stage: int = 0  # of the curriculum, from 1; 0: the domain's whole budget of turns
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ def main() -> int:
         from learner import main as learner  # JAX is imported here, after the arguments and the configuration are checked
         from learner.assignments import EveryRolloutFails
         from learner.checkpoints import CheckpointError
+        from learner.dispatch import NothingToLearn
         from learner.model.spec import ModelError
         from learner.pack import PackError
         from learner.publisher import PublishError
@@ -51,7 +52,7 @@ def main() -> int:
         return learner.main(options, config, asked.is_set)
     except (AddressesError, ConfigError, EveryRolloutFails, ModelError, PackError, PublishError) as error:
         return refuse(error)
-    except (CheckpointError, learner.Silence, PortBusy, TasksError, TrainingStopped) as error:
+    except (CheckpointError, NothingToLearn, learner.Silence, PortBusy, TasksError, TrainingStopped) as error:
         return refuse(error)
     except OSError as error:
         if not is_disk(error):

@@ -65,7 +65,9 @@ class FailureStreak:
 REASON = 300  # characters of a failure that are told
 
 
-def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: Rollout, greedy: bool) -> Assignment:
+def assignment(
+    config: RunConfig, domain: DomainConfig, group: Group, rollout: Rollout, greedy: bool, max_turns: int
+) -> Assignment:
     limits = domain.limits
     temperature = 0.0 if greedy else config.sampling.temperature
     return Assignment(
@@ -75,10 +77,11 @@ def assignment(config: RunConfig, domain: DomainConfig, group: Group, rollout: R
         task=group.task,
         source=group.kind.source,
         purpose="eval" if group.kind is Kind.EVAL else "train",
-        limits=Limits(limits.max_turns, limits.max_tokens, limits.deadline_s),
+        limits=Limits(max_turns, limits.max_tokens, limits.deadline_s),
         sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
         context=domain.context.policy,
         stale_share=config.cross_policy.share if group.kind is Kind.RL and config.cross_policy.engines else 0.0,
+        stage=group.stage,
     )
 
 

@@ -20,13 +20,13 @@ from common.validate import RecordError, Vocabulary, sampled_tokens
 from learner import assignments, progress
 from learner.assignments import EXPECTED, NOT_YET, Answer, FailureStreak, Leased
 from learner.batch import Batch, build
+from learner.dispatch import Dispatch
 from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
 from learner.inbox import Inbox
 from learner.ledger import Ledger
 from learner.progress import Actor, Rate
 from learner.proofs import Proofs
 from learner.rollouts import Group, Kind, Origin, Rollout, Rules, Standing, State
-from learner.sampler import TaskSampler
 
 TRAINING = (Kind.RL, Kind.WARM)
 TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
@@ -55,10 +55,10 @@ class Control:
         self._vocabulary, self._events, self._clock = vocabulary, events, clock
         self._domains: dict[str, DomainConfig] = {domain.name: domain for domain in config.domains}
         train = {name: tasks[name]["train"] for name in self._domains}
-        self.sampler = TaskSampler(train, {name: domain.weight for name, domain in self._domains.items()}, config.seed)
         heldout = {name: tasks[name][SPLIT] for name in self._domains}
         self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks))
         self.ledger = Ledger(Rules.of(config), incarnation)
+        self.dispatch = Dispatch(config, train, self.ledger, events)
         self._inbox = Inbox(folder / "inbox", incarnation)
         self._changed = threading.Condition(threading.RLock())
         self._stored: dict[str, Trajectory] = {}  # delivered and not yet finished, by rollout id
@@ -105,7 +105,8 @@ class Control:
     def take(self, timeout: float) -> Batch | None:
         """The next update's batch; None after `timeout` seconds or when the run has ended.
 
-        Raises RuntimeError while a batch is out, EveryRolloutFails when rollouts do nothing but fail.
+        Raises RuntimeError while a batch is out, EveryRolloutFails when rollouts do nothing but fail, NothingToLearn when
+        selection leaves nothing of them.
         """
         kind = Kind.WARM if self.phase == "warm" else Kind.RL
         with self._changed:
@@ -114,7 +115,7 @@ class Control:
                 self._tick()
                 self._purge()
                 self._streak.check()
-                groups = self.ledger.take(kind)
+                groups = self.dispatch.take(kind)
                 if groups:
                     self.wait_name = ""
                     self.running = self.last = build(groups, self._stored, self.ledger)
@@ -187,7 +188,7 @@ class Control:
             self._inbox.rotate()
             return {
                 "ledger": self.ledger.state(),
-                "sampler": self.sampler.state(),
+                "sampler": self.dispatch.state(),
                 "spool": sorted({r.place[0] for r in self.ledger.rollouts(*TRAINING) if r.place[0]}),
                 "evals": self.evaluation.results,
                 "tokens": dict(self.tokens),
@@ -206,10 +207,7 @@ class Control:
             self.ledger.restore(state["ledger"])
             self.evaluation.results, self.tokens = list(state["evals"]), Counter(state["tokens"])
             self._spool_of_checkpoints.append(state["spool"])
-            for domain in self.sampler.restore(state["sampler"]):
-                self._events(
-                    "tasks_changed", {"domain": domain, "warning": "not the checkpoint's tasks: their order starts anew"}
-                )
+            self.dispatch.restore(state["sampler"])
             delivered = [r for r in self.ledger.rollouts(*TRAINING) if r.state in (State.WAITING, State.STALE)]
             self._stored, lost = assignments.reread(delivered, self._inbox)
             for name, reason in lost.items():
@@ -231,7 +229,7 @@ class Control:
                 chosen += self.ledger.lease(actor_id, capacity, Kind.EVAL, now)
             kind = Kind.WARM if self.phase == "warm" else Kind.RL
             if self.phase == "warm" or (self.phase == "rl" and self.fresh_engine()):
-                chosen += self._lease_training(actor_id, capacity - len(chosen), kind, now)
+                chosen += self.dispatch.lease(actor_id, capacity - len(chosen), kind, now)
             busy = self.phase in ("warm", "rl") or self.evaluation.open
             retry = 0.0 if len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
             return Leased([self._assignment(rollout) for rollout in chosen], retry, self.no_more)
@@ -295,12 +293,14 @@ class Control:
         else:
             place = self._inbox.append(data)
             self._stored[rollout.id] = trajectory
-            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place)
+            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place, trajectory.total_reward)
+            if not self.ledger.holds(rollout.id):  # its group was filtered at once
+                self._forget()
         tokens = sampled_tokens(trajectory.steps) if trajectory.source == Source.POLICY else 0
         self.rate.add(self._clock(), tokens)
         if group.kind is Kind.RL:
             self.tokens["sampled"] += tokens
-            self.sampler.record(group.task, succeeded(trajectory))
+            self.dispatch.record(group, succeeded(trajectory))
         if group.closed:
             self._changed.notify_all()
 
@@ -374,19 +374,11 @@ class Control:
         self._stored = {name: x for name, x in self._stored.items() if self.ledger.holds(name)}
         self._changed.notify_all()
 
-    def _lease_training(self, actor_id: str, count: int, kind: Kind, now: float) -> list[Rollout]:
-        leased = self.ledger.lease(actor_id, count, kind, now)
-        for _ in range(self.ledger.capacity(kind)):
-            if len(leased) >= count:
-                break
-            self.ledger.open(kind, self.sampler.next())
-            leased += self.ledger.lease(actor_id, count - len(leased), kind, now)
-        return leased
-
     def _assignment(self, rollout: Rollout) -> Assignment:
         group, _ = self.ledger.find(rollout.id)
         greedy = group.kind is Kind.EVAL and self.evaluation.mode_of(rollout.id) == "greedy"
-        return assignments.assignment(self.config, self._domains[group.task.domain], group, rollout, greedy)
+        turns = self.dispatch.max_turns(group)
+        return assignments.assignment(self.config, self._domains[group.task.domain], group, rollout, greedy, turns)
 
     def serves(self, version: int) -> bool:
         return any(e.in_main and e.state == "ready" and e.version == version for e in self.engines)

@@ -34,6 +34,7 @@ class Ledger:
         self.incarnation = incarnation
         self.update = 0  # committed RL updates
         self.warm_update = 0  # committed supervised updates
+        self.fruitless = 0  # groups that selection filtered since it last left some
         self.groups: dict[str, Group] = {}  # with at least one open member
         self._rollouts: dict[str, Rollout] = {}  # of those groups
         self._totals: Counter[tuple[Kind, State, str]] = Counter()  # of all other groups
@@ -63,23 +64,24 @@ class Ledger:
     # ---- dispatch ----------------------------------------------------------------------------------------
 
     def capacity(self, kind: Kind) -> int:
-        """How many more groups may open: `(max_lag + 1) * groups_per_update - |open groups|`, and never more open groups
-        than the remaining updates need. Warm start: two updates' worth. Negative after a change of rules."""
+        """How many more groups may open: `(max_lag + 1) * candidates - |open groups|`, and never more open groups than the
+        remaining updates need. Candidates are groups_per_update, or more where a selection chooses among more. Warm start: two
+        updates' worth. Negative after a change of rules."""
         rules = self.rules
         if kind is Kind.WARM:
             bound = min(2, rules.warm_updates - self.warm_update) * rules.warm_rollouts
         elif kind is Kind.RL:
-            bound = min(rules.max_lag + 1, rules.updates - self.update) * rules.groups_per_update
+            bound = min(rules.max_lag + 1, rules.updates - self.update) * rules.candidates
         else:
             raise ValueError("evaluation is outside capacity")
         return bound - sum(group.kind is kind for group in self.groups.values())
 
-    def open(self, kind: Kind, task: Task, *seed_parts: int | str) -> Group:
+    def open(self, kind: Kind, task: Task, *seed_parts: int | str, stage: int = 0) -> Group:
         """A new group with its fixed plan. Seeds come from kind, ordinal and member, or from `seed_parts` and the member: not from
         the incarnation, so that a resumed run asks for what an uninterrupted one would have asked for."""
         ordinal = self._next[kind]
         self._next[kind] += 1
-        group = Group(f"{self.incarnation}-{kind.value}{ordinal:06d}", kind, ordinal, task)
+        group = Group(f"{self.incarnation}-{kind.value}{ordinal:06d}", kind, ordinal, task, stage=stage)
         parts = seed_parts or (kind.value, ordinal)
         for member in range(self.rules.group_size if kind is Kind.RL else 1):
             seed = derive_seed(self.rules.seed, *parts, member)
@@ -161,10 +163,11 @@ class Ledger:
     def holds(self, rollout_id: str) -> bool:
         return rollout_id in self._rollouts
 
-    def delivered(self, rollout_id: str, origins: tuple[Origin, ...], place: tuple[str, int]) -> Rollout:
+    def delivered(self, rollout_id: str, origins: tuple[Origin, ...], place: tuple[str, int], reward: float = 0.0) -> Rollout:
         """A scored trajectory arrived and stands at `place`. Its standing was EXPECTED."""
         group, rollout = self.find(rollout_id)
         rollout.answered, rollout.origins, rollout.place, rollout.reason = rollout.attempt, origins, place, ""
+        rollout.reward = reward
         rollout.state = State.EVALUATED if group.kind is Kind.EVAL else State.WAITING
         self._settle(group)
         return rollout
@@ -201,12 +204,12 @@ class Ledger:
         return sorted(groups, key=lambda group: group.ordinal)
 
     def need(self, kind: Kind) -> int:
-        """How many closed groups make an update."""
-        return self.rules.warm_rollouts if kind is Kind.WARM else self.rules.groups_per_update
+        """How many closed groups an update is made from."""
+        return self.rules.warm_rollouts if kind is Kind.WARM else self.rules.candidates
 
     def take(self, kind: Kind) -> list[Group]:
-        """The groups of the next update, now in training; empty while there are too few. `fixed`: exactly as many as an
-        update needs. `drain`: everything complete.
+        """The groups of the next update, now in training; empty while there are too few, or when selection leaves none. `fixed`:
+        of exactly as many as an update needs. `drain`: everything complete.
 
         Raises RuntimeError while an update is running.
         """
@@ -217,6 +220,8 @@ class Ledger:
         if len(ready) < self.need(kind):
             return []
         taken = ready if self.rules.take == "drain" and kind is Kind.RL else ready[: self.need(kind)]
+        if kind is Kind.RL:
+            taken = self._select(taken)
         for group in taken:
             for rollout in group.rollouts:
                 if rollout.state is State.WAITING:
@@ -272,6 +277,7 @@ class Ledger:
             "incarnation": self.incarnation,
             "update": self.update,
             "warm_update": self.warm_update,
+            "fruitless": self.fruitless,
             "next": {kind.value: ordinal for kind, ordinal in self._next.items()},
             "versions": list(self._update_of.items()),
             "totals": [[kind.value, state.value, reason, n] for (kind, state, reason), n in self._totals.items()],
@@ -282,6 +288,7 @@ class Ledger:
         """Take over a checkpoint of an earlier incarnation: what was delivered waits (their bytes are in the spool), what was
         leased is pending for a new attempt, what was being evaluated is cancelled."""
         self.update, self.warm_update = state["update"], state["warm_update"]
+        self.fruitless = state.get("fruitless", 0)
         self._next = {Kind(kind): ordinal for kind, ordinal in state["next"].items()}
         self._update_of = dict(state["versions"])
         self._totals = Counter({(Kind(k), State(s), reason): n for k, s, reason, n in state["totals"]})
@@ -327,12 +334,30 @@ class Ledger:
             self._settle(group)
         return count
 
+    def _select(self, candidates: list[Group]) -> list[Group]:
+        """Those that train; the others are filtered."""
+        chosen = self.rules.selection.chosen([group.rewards for group in candidates], self.rules.groups_per_update)
+        for index in sorted(set(range(len(candidates))) - set(chosen)):
+            self._filter(candidates[index], "low_spread" if chosen else "no_spread")
+            self._settle(candidates[index])
+        self.fruitless = 0 if chosen else self.fruitless + len(candidates)
+        return [candidates[index] for index in chosen]
+
+    def _filter(self, group: Group, reason: str) -> None:
+        for rollout in group.rollouts:
+            if rollout.state is State.WAITING:
+                rollout.state, rollout.reason = State.FILTERED, reason
+
     def _settle(self, group: Group) -> None:
-        """Filter a closed group that is too small to compare; fold a group without open members into the totals."""
+        """Filter a closed group that is too small to compare, or that selection cannot use; fold a group without open members
+        into the totals."""
         if group.closed and len(group.rollouts) > 1 and len(group.scored) < 2:
-            for rollout in group.rollouts:
-                if rollout.state is State.WAITING:
-                    rollout.state, rollout.reason = State.FILTERED, "small_group"
+            self._filter(group, "small_group")
+        elif (
+            group.closed and group.kind is Kind.RL and group.any(State.WAITING) and self.rules.selection.fruitless(group.rewards)
+        ):
+            self._filter(group, "no_signal")
+            self.fruitless += 1
         if any(r.state in OPEN for r in group.rollouts):
             return
         del self.groups[group.id]

@@ -90,6 +90,8 @@ def wait_sentence(control: Control, now: float) -> str:
         open_groups = [g for g in ledger.groups.values() if g.kind is kind and not g.closed]
         domains = Counter(g.task.domain for g in open_groups)
         head = f"learner waits for {missing} groups of {', '.join(sorted(domains)) or 'any domain'}"
+        if ledger.fruitless:
+            head += f" ({ledger.fruitless} were filtered for equal rewards since the last update)"
         open_rollouts = [r for g in open_groups for r in g.rollouts if r.state in UNDELIVERED]
         blocked = "" if kind is Kind.WARM or control.fresh_engine() else "no engine has young enough weights"
     return f"{head}: {_culprit(control, open_rollouts, blocked, now)}"

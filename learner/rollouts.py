@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from common.addresses import STALE
 from common.config import RunConfig
 from common.types import Source, Task
+from learner.selection import ALL, Selection
 
 
 class Kind(StrEnum):
@@ -77,6 +78,7 @@ class Rollout:
     expires: float = 0.0
     origins: tuple[Origin, ...] = ()  # of the delivered tokens
     place: tuple[str, int] = ("", 0)  # spool file and offset of the delivered bytes
+    reward: float = 0.0  # of the delivered trajectory
     reason: str = ""
 
 
@@ -89,6 +91,7 @@ class Group:
     ordinal: int
     task: Task
     rollouts: list[Rollout] = field(default_factory=list)
+    stage: int = 0  # of the curriculum when it opened; 0: none
 
     @property
     def closed(self) -> bool:
@@ -99,16 +102,22 @@ class Group:
     def scored(self) -> list[Rollout]:
         return [r for r in self.rollouts if r.state in SCORED]
 
+    @property
+    def rewards(self) -> list[float]:
+        """Of its scored members."""
+        return [r.reward for r in self.scored]
+
     def any(self, state: State) -> bool:
         return any(r.state is state for r in self.rollouts)
 
     def to_json(self) -> dict[str, Any]:
         rollouts = [asdict(r) | {"state": r.state.value} for r in self.rollouts]
-        return {"id": self.id, "kind": self.kind.value, "ordinal": self.ordinal, "task": asdict(self.task), "rollouts": rollouts}
+        named = {"id": self.id, "kind": self.kind.value, "ordinal": self.ordinal, "stage": self.stage}
+        return named | {"task": asdict(self.task), "rollouts": rollouts}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Group:
-        group = cls(data["id"], Kind(data["kind"]), data["ordinal"], Task(**data["task"]))
+        group = cls(data["id"], Kind(data["kind"]), data["ordinal"], Task(**data["task"]), stage=data.get("stage", 0))
         for item in data["rollouts"]:
             file, offset = item["place"]
             origins = tuple(Origin(version, pool) for version, pool in item["origins"])
@@ -133,6 +142,12 @@ class Rules:
     take: str  # "fixed" or "drain"
     max_attempts: int
     lease_s: float
+    selection: Selection = ALL
+
+    @property
+    def candidates(self) -> int:
+        """Groups that an update chooses from."""
+        return self.selection.candidates(self.groups_per_update)
 
     def bound(self, pool: str) -> int:
         """The greatest lag at which a token of `pool` is trained."""
@@ -154,4 +169,5 @@ class Rules:
             take=learner.take,
             max_attempts=learner.max_attempts,
             lease_s=learner.lease_s,
+            selection=Selection.of(config),
         )

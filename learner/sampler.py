@@ -1,21 +1,25 @@
-"""The task sampler: which task the next group works on. Uniform: every task once per epoch, domains by weight.
+"""The task sampler: which task the next group works on. Domains have the configured shares; within a domain tasks come
+uniformly, every one once per epoch, or by weights that follow what is known of them (`learner/weighing.py`).
 
-A domain's order in an epoch follows from (seed, domain, epoch) alone, so its state is two numbers. Statistics per task are
-kept for reports and for samplers that weigh tasks.
+A domain's order in an epoch follows from (seed, domain, epoch) alone, so its state is two numbers. No task ever has probability
+zero, and between domains nothing moves: a domain whose tasks all look too hard keeps its share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from common.config_tasks import TasksConfig
 from common.seeds import derive_seed
 from common.tasks import fingerprint
 from common.types import Task
 from learner.tasks import TasksError
+from learner.weighing import Weigher, weigher
 
 
 @dataclass
@@ -24,77 +28,113 @@ class TaskStatistics:
     successes: int = 0
 
 
-@dataclass
 class _Domain:
-    """Cursor over the shuffled tasks of one domain. `cursor == len(tasks)` is the start of the next epoch."""
+    """Its tasks, and a cursor over them, shuffled. `cursor == len(tasks)` is the start of the next epoch."""
 
-    tasks: Sequence[Task]
-    fingerprint: str
-    epoch: int = 0
-    cursor: int = 0
+    def __init__(self, tasks: Sequence[Task], share: float, weigher: Weigher | None) -> None:
+        self.tasks, self.share, self.weigher = tasks, share, weigher
+        self.fingerprint = fingerprint(tasks)
+        self.index = {task.id: index for index, task in enumerate(tasks)}
+        self.epoch = self.cursor = 0
+        self.statistics: dict[str, TaskStatistics] = {}  # by task id
+
+    def state(self) -> dict[str, Any]:
+        weights = self.weigher.state() if self.weigher else {"rows": {}}
+        return {
+            "fingerprint": self.fingerprint,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "statistics": {task: [x.n, x.successes] for task, x in self.statistics.items()},
+            "weights": weights | {"rows": {self.tasks[index].id: row for index, row in weights["rows"].items()}},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> bool:
+        """What is known of tasks that are still here; whether all of them are, and the cursor with them."""
+        same = saved["fingerprint"] == self.fingerprint
+        self.epoch, self.cursor = (saved["epoch"], saved["cursor"]) if same else (0, 0)
+        self.statistics = {task: TaskStatistics(*x) for task, x in saved["statistics"].items() if task in self.index}
+        weights = saved.get("weights", {"rows": {}})
+        if self.weigher and weights["rows"]:
+            rows = {self.index[task]: row for task, row in weights["rows"].items() if task in self.index}
+            self.weigher.restore(weights | {"rows": rows})
+        return same
 
 
 class TaskSampler:
-    """Draws training tasks. Same seed, same tasks, same draws."""
+    """Draws training tasks. Same seed, same tasks, same history: same draws."""
 
-    def __init__(self, tasks: Mapping[str, Sequence[Task]], weights: Mapping[str, float], seed: int) -> None:
-        """`tasks` by domain. Raises TasksError when a domain has none."""
+    def __init__(
+        self,
+        tasks: Mapping[str, Sequence[Task]],
+        weights: Mapping[str, float],
+        seed: int,
+        config: TasksConfig | None = None,
+        group_size: int = 1,
+    ) -> None:
+        """`tasks` by domain, `weights` of domains. Raises TasksError when a domain has no tasks."""
         for name in weights:
             if not tasks.get(name):
                 raise TasksError(f"domain {name!r} lists no training tasks; set domains.train_tasks or its options")
         self._seed = seed
-        self._domains = {name: _Domain(tasks[name], fingerprint(tasks[name])) for name in weights}
-        total = sum(weights.values())
-        self._shares = [weight / total for weight in weights.values()]
+        self._domains = {
+            name: _Domain(tasks[name], weight, weigher(config, len(tasks[name]), group_size) if config else None)
+            for name, weight in weights.items()
+        }
         self._rng = np.random.default_rng(derive_seed(seed, "domains"))
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # domain -> epoch and its order
-        self.statistics: dict[str, dict[str, TaskStatistics]] = {name: {} for name in weights}  # domain -> task id -> numbers
 
-    def next(self) -> Task:
-        names = list(self._domains)
-        name = names[int(self._rng.choice(len(names), p=self._shares))] if len(names) > 1 else names[0]
-        domain = self._domains[name]
+    @property
+    def statistics(self) -> dict[str, dict[str, TaskStatistics]]:
+        """Domain -> task id -> numbers."""
+        return {name: domain.statistics for name, domain in self._domains.items()}
+
+    def next(self, locked: AbstractSet[str] = frozenset()) -> Task:
+        """By weight, of a domain that is not `locked`."""
+        name, domain = self._domain(locked)
+        if domain.weigher is None:
+            return self._walk(name, domain)
+        return domain.tasks[domain.weigher.tree.find(float(self._rng.random()))]
+
+    def next_uniform(self) -> Task:
+        """Of any domain, every task once per epoch, whatever the policy makes of it: for reference solutions."""
+        return self._walk(*self._domain(frozenset()))
+
+    def record(self, task: Task, success: bool) -> None:
+        """One scored rollout of the policy on `task`. Failed rollouts are never recorded."""
+        domain = self._domains[task.domain]
+        numbers = domain.statistics.setdefault(task.id, TaskStatistics())
+        numbers.n += 1
+        numbers.successes += success
+        if domain.weigher and task.id in domain.index:  # else of a checkpoint with other tasks
+            domain.weigher.record(domain.index[task.id], success)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "rng": self._rng.bit_generator.state,
+            "domains": {name: domain.state() for name, domain in self._domains.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on where `state` was saved; returns the domains whose tasks changed: these start at their first epoch, and keep
+        what is known of the tasks that still exist."""
+        self._rng.bit_generator.state = state["rng"]
+        nothing = {"fingerprint": "", "epoch": 0, "cursor": 0, "statistics": {}}
+        return [name for name, domain in self._domains.items() if not domain.restore(state["domains"].get(name, nothing))]
+
+    def _domain(self, locked: AbstractSet[str]) -> tuple[str, _Domain]:
+        names = [name for name in self._domains if name not in locked]
+        if len(names) == 1:
+            return names[0], self._domains[names[0]]
+        shares = np.array([self._domains[name].share for name in names])
+        name = names[int(self._rng.choice(len(names), p=shares / shares.sum()))]
+        return name, self._domains[name]
+
+    def _walk(self, name: str, domain: _Domain) -> Task:
         if domain.cursor >= len(domain.tasks):
             domain.epoch, domain.cursor = domain.epoch + 1, 0
         task = domain.tasks[int(self._order(name, domain)[domain.cursor])]
         domain.cursor += 1
         return task
-
-    def record(self, task: Task, success: bool) -> None:
-        """One scored rollout of the policy on `task`. Failed rollouts are never recorded."""
-        numbers = self.statistics[task.domain].setdefault(task.id, TaskStatistics())
-        numbers.n += 1
-        numbers.successes += success
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "rng": self._rng.bit_generator.state,
-            "domains": {
-                name: {
-                    "fingerprint": domain.fingerprint,
-                    "epoch": domain.epoch,
-                    "cursor": domain.cursor,
-                    "statistics": {task: [x.n, x.successes] for task, x in self.statistics[name].items()},
-                }
-                for name, domain in self._domains.items()
-            },
-        }
-
-    def restore(self, state: dict[str, Any]) -> list[str]:
-        """Go on where `state` was saved; returns the domains whose tasks changed: these start at their first epoch, and keep
-        the statistics of the tasks that still exist."""
-        self._rng.bit_generator.state = state["rng"]
-        changed = []
-        for name, domain in self._domains.items():
-            saved = state["domains"].get(name, {"fingerprint": "", "epoch": 0, "cursor": 0, "statistics": {}})
-            if saved["fingerprint"] == domain.fingerprint:
-                domain.epoch, domain.cursor = saved["epoch"], saved["cursor"]
-            else:
-                domain.epoch = domain.cursor = 0
-                changed.append(name)
-            known = {task.id for task in domain.tasks}
-            self.statistics[name] = {task: TaskStatistics(*x) for task, x in saved["statistics"].items() if task in known}
-        return changed
 
     def _order(self, name: str, domain: _Domain) -> np.ndarray:
         """The order of the domain's tasks in its epoch, [tasks] int64."""

@@ -447,7 +447,7 @@ class ContextPolicyMessage(_message.Message):
     def __init__(self, name: _Optional[str] = ..., options_json: _Optional[str] = ...) -> None: ...
 
 class AssignmentMessage(_message.Message):
-    __slots__ = ("rollout_id", "attempt", "group_id", "task", "source", "purpose", "limits", "sampling", "context", "stale_share")
+    __slots__ = ("rollout_id", "attempt", "group_id", "task", "source", "purpose", "limits", "sampling", "context", "stale_share", "stage")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +458,7 @@ class AssignmentMessage(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STALE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     attempt: int
     group_id: str
@@ -468,7 +469,8 @@ class AssignmentMessage(_message.Message):
     sampling: SamplingMessage
     context: ContextPolicyMessage
     stale_share: float
-    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[TaskMessage, _Mapping]] = ..., source: _Optional[_Union[Source, str]] = ..., purpose: _Optional[str] = ..., limits: _Optional[_Union[LimitsMessage, _Mapping]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., context: _Optional[_Union[ContextPolicyMessage, _Mapping]] = ..., stale_share: _Optional[float] = ...) -> None: ...
+    stage: int
+    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[TaskMessage, _Mapping]] = ..., source: _Optional[_Union[Source, str]] = ..., purpose: _Optional[str] = ..., limits: _Optional[_Union[LimitsMessage, _Mapping]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., context: _Optional[_Union[ContextPolicyMessage, _Mapping]] = ..., stale_share: _Optional[float] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
     __slots__ = ("name", "url", "pool", "version", "state", "reason")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -120,3 +121,8 @@ def test_001_any_sampled_ids_stand_in_the_record_as_they_were(dialogue: list[tup
         assert row.mask[row.step_of == index].all()
     assert row.mask.sum() == sum(len(ids) for ids, _ in dialogue)
     assert len(row.ids) == len(row.mask) == len(row.logprobs) == len(row.versions)
+
+
+def test_the_record_names_the_stage_of_its_curriculum() -> None:
+    staged, plain = Tape(replace(assignment([]), stage=2)), Tape(assignment([]))
+    assert [tape.trajectory(VOCABULARY).metrics.get("stage") for tape in (staged, plain)] == [2.0, None]

@@ -101,7 +101,7 @@ def test_warm_rollouts_need_no_engine_and_come_as_references(tmp_path):
     control.commit(batch)
     assert lease(control) == []  # one warm update is all
     assert control.counts()["trained"] == 3
-    assert control.sampler.statistics["toy"] == {}  # references say nothing about the policy
+    assert control.dispatch.sampler.statistics["toy"] == {}  # references say nothing about the policy
     assert control.tokens == {"sampled": 0, "trained": 0}
 
 
@@ -250,7 +250,7 @@ def test_042_failed_and_empty_rollouts_are_no_rows_and_no_statistics(tmp_path):
     empty = step([], [])
     object.__setattr__(empty, "finish", 2)
     assert hand_in(control, trajectory(b, steps=(empty,), status=3)) == "STORED"
-    assert control.sampler.statistics["toy"] == {}
+    assert control.dispatch.sampler.statistics["toy"] == {}
     again = lease(control, 2)
     assert [(x.rollout_id, x.attempt) for x in again] == [(a.rollout_id, 2), (b.rollout_id, 2)]
     for x in again:

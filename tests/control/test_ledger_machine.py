@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from common.types import Task
 from learner.ledger import Ledger
 from learner.rollouts import OPEN, Kind, Origin, Rollout, Standing, State
+from learner.selection import ALL, Selection
 from tests.control.scripted import rules
 
 TASK = Task("toy", "t", 0, {})
@@ -28,11 +29,13 @@ class LedgerMachine(RuleBasedStateMachine):
         stale_max_lag=st.integers(0, 3),
         attempts=st.integers(1, 3),
         warm=st.booleans(),
+        selection=st.sampled_from([ALL, Selection("signal"), Selection("top_std", 0.5), Selection("mass", 0.9)]),
     )
-    def begin(self, on_stale, take, max_lag, stale_max_lag, attempts, warm):
+    def begin(self, on_stale, take, max_lag, stale_max_lag, attempts, warm, selection):
         self.numbers = rules(
             on_stale=on_stale,
-            take=take,
+            take=take if selection.name in ("all", "signal") else "fixed",
+            selection=selection,
             max_lag=max_lag,
             stale_max_lag=stale_max_lag,
             max_attempts=attempts,
@@ -66,8 +69,9 @@ class LedgerMachine(RuleBasedStateMachine):
         out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED]
         return out[pick % len(out)] if out else None
 
-    @rule(pick=picks, old=st.integers(0, 3), pool=st.sampled_from(["main", "stale"]))
-    def deliver(self, pick, old, pool="main"):
+    @rule(pick=picks, old=st.integers(0, 3), pool=st.sampled_from(["main", "stale"]), reward=st.sampled_from([0.0, 1.0]))
+    def deliver(self, pick, old, pool="main", reward=-1.0):
+        """Without a reward: such that members of a group differ."""
         rollout = self.leased(pick)
         if rollout is None:
             return
@@ -77,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
         key = (rollout.id, rollout.attempt)
         assert key not in self.stored
         self.stored.add(key)
-        self.ledger.delivered(rollout.id, origins, ("f", 0))
+        self.ledger.delivered(rollout.id, origins, ("f", 0), reward if reward >= 0 else float(rollout.member))
         assert self.ledger.standing(*key) is Standing.DUPLICATE
 
     @rule(old=st.integers(0, 2), pool=st.sampled_from(["main", "stale"]))
@@ -132,7 +136,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.purge()
         groups = self.ledger.take(kind)
-        assert groups == [] or len(groups) >= self.ledger.need(kind)
+        least = {"top_std": self.numbers.groups_per_update, "mass": 1}.get(self.numbers.selection.name, self.ledger.need(kind))
+        assert groups == [] or len(groups) >= (self.ledger.need(kind) if self.warm else least)
         assert len(groups) <= self.ledger.need(kind) or self.numbers.take == "drain"
         assert [g.ordinal for g in groups] == sorted(g.ordinal for g in groups)
         members = [r for g in groups for r in g.rollouts if r.state is State.TRAINING]
@@ -142,6 +147,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.over(rollout) <= 0
         if kind is Kind.RL:
             assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
+            if self.numbers.selection.name in ("signal", "mass"):
+                assert all(len(set(g.rewards)) > 1 for g in groups)
         self.batch = [r.id for r in members]
 
     def over(self, rollout: Rollout) -> int:
@@ -222,7 +229,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def within_capacity(self):
         rl = [g for g in self.ledger.groups.values() if g.kind is Kind.RL]
         left = self.numbers.updates - self.ledger.update
-        assert len(rl) <= min(self.numbers.max_lag + 1, left) * self.numbers.groups_per_update
+        assert len(rl) <= min(self.numbers.max_lag + 1, left) * self.numbers.candidates
         warm = [g for g in self.ledger.groups.values() if g.kind is Kind.WARM]
         assert len(warm) <= min(2, self.numbers.warm_updates - self.ledger.warm_update) * self.numbers.warm_rollouts
 

@@ -89,7 +89,7 @@ def test_lease_and_renew_carry_engines_phase_and_cancellations(stage):
 
 def test_a_lease_never_outgrows_a_message(stage):
     """Eight assignments of 3 MiB each: one reply cannot carry them, and until their leases ended nobody would have them."""
-    for tasks in (domain.tasks for domain in stage.control.sampler._domains.values()):
+    for tasks in (domain.tasks for domain in stage.control.dispatch.sampler._domains.values()):
         for task in tasks:
             task.payload["text"] = "x" * 3 * 2**20
     actor = stage.actor()
