@@ -13,6 +13,7 @@ from common import cli, keys
 from common.addresses import Addresses, AddressesError
 from common.config import RunConfig
 from common.validate import Vocabulary
+from common.waits import Waits
 from common.wire import Tls
 
 log = logging.getLogger("actors")
@@ -45,11 +46,12 @@ async def act(run: Path, config: RunConfig, index: int) -> None:
     vocabulary = Vocabulary(rows=files.rows, sampleable=len(files.codec.pieces))
     tls = Tls(config.tls.cert, config.tls.key, config.tls.ca)
     rules = PlaceRules(config.places, config.engine.choice)
-    engines = Engines(vocabulary, config.engine.timeout_s, rules, index, keys.of_run(run, config))
-    envs = Envs(addresses.envs, tls, seed=index)
+    waits = Waits()
+    engines = Engines(vocabulary, config.engine.timeout_s, rules, index, keys.of_run(run, config), waits)
+    envs = Envs(addresses.envs, tls, seed=index, waits=waits)
     learner = Learner(addresses.learner, f"actor-{index}", tls)
     summaries = Summaries()
-    pool = Pool(learner, Parts(chat, parser, vocabulary, engines, envs, summaries), config.actors.rollouts)
+    pool = Pool(learner, Parts(chat, parser, vocabulary, engines, envs, summaries, waits), config.actors.rollouts)
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, pool.stop)

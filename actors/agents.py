@@ -41,6 +41,7 @@ from common.types import (
     ids_array,
 )
 from common.validate import Vocabulary
+from common.waits import Wait, Waits
 
 log = logging.getLogger("actors.agents")
 
@@ -63,19 +64,6 @@ class RolloutError(Exception):
     """The rollout cannot go on, and nobody's retry would help it."""
 
 
-@dataclass(eq=False)
-class Wait:
-    """What a rollout waits for at this moment; heartbeats report it."""
-
-    name: str = "start"
-    on: str = ""
-    since: float = 0.0  # monotonic
-    deadline_s: float = 0.0
-
-    def set(self, name: str, on: str) -> None:
-        self.name, self.on, self.since = name, on, time.monotonic()
-
-
 @dataclass(frozen=True, eq=False)
 class Parts:
     """What all rollouts of a process share."""
@@ -86,6 +74,7 @@ class Parts:
     engines: Engines
     envs: Envs
     summaries: Summaries
+    waits: Waits  # of the process; heartbeats report them
 
 
 @dataclass(frozen=True)
@@ -186,7 +175,7 @@ class Agents:
     async def _foreign_summary(self, transcript: str) -> tuple[int, ...]:
         """Of another model: text, so it is encoded, and nobody is trained on it."""
         rules = self._rules
-        self._wait.set("summary", rules.summary_url)
+        self._wait.set("summary", rules.summary_url, rules.summary_model)
         text = await self._parts.summaries.write(
             rules.summary_url, rules.summary_model, f"{transcript}\n\n{ASK}", rules.summary_tokens
         )
@@ -252,7 +241,7 @@ class Agents:
         for attempt in range(TURN_TRIES):
             otherwise = MAIN if wanted != MAIN else ""
             async with parts.engines.places.take(self._engines.values(), wanted, wait.set, otherwise) as chosen:
-                wait.set("engine.generate", chosen.name)
+                wait.set("engine.generate", chosen.name, deadline_s=parts.engines.timeout_s)
                 rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"
                 left = budget - len(sampled.ids)
                 ids = np.concatenate([prompt, ids_array(sampled.ids)])
@@ -304,7 +293,7 @@ def check_opening(tokens: int, limit: int, rules: Rules) -> None:
 async def env_step(tape: Tape, parts: Parts, session: Session, index: int, action: Action, wait: Wait) -> Observation:
     """The environment's answer to step `index`, recorded."""
     begun = time.monotonic()
-    wait.set("env.step", session.replica.address)
+    wait.set("env.step", session.replica.name)
     observation = await parts.envs.step(session, tape.env_steps, action)
     tape.observe(index, observation, time.monotonic() - begun)
     return observation

@@ -21,6 +21,7 @@ from actors.places import PlaceRules, Places
 from common import keys
 from common.types import EngineInfo, Finish, Json, VersionRun
 from common.validate import LOGPROB_SLACK, Vocabulary
+from common.waits import Waits
 
 log = logging.getLogger("actors.engines")
 
@@ -78,10 +79,19 @@ class Generation:
 class Engines:
     """The connections. Use inside a running event loop; `close` it there."""
 
-    def __init__(self, vocabulary: Vocabulary, timeout_s: float, rules: PlaceRules, index: int = 0, key: str = "") -> None:
-        """`timeout_s`: of one request; `index`: of this actor process."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        timeout_s: float,
+        rules: PlaceRules,
+        index: int = 0,
+        key: str = "",
+        waits: Waits | None = None,
+    ) -> None:
+        """`timeout_s`: of one request; `index`: of this actor process; `waits`: its register, which hears of answers."""
         self._vocabulary = vocabulary
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._waits = waits or Waits()
         self.places = Places(rules, index)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),  # SGLang's server drops idle connections after 5 s
@@ -108,17 +118,18 @@ class Engines:
         asked = {"rid": request.rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
         body = orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY)
         begun = time.monotonic()
-        late = asyncio.get_running_loop().call_later(self._timeout_s, self._abort_soon, engine, request.rid)
+        late = asyncio.get_running_loop().call_later(self.timeout_s, self._abort_soon, engine, request.rid)
         try:
-            async with asyncio.timeout(self._timeout_s + min(GRACE_S, self._timeout_s)):
+            async with asyncio.timeout(self.timeout_s + min(GRACE_S, self.timeout_s)):
                 status, data = await self._post(engine, "/generate", body)
+            self._waits.hear(engine.name)
         except asyncio.CancelledError:
             self._abort_soon(engine, request.rid)
             raise
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             self.places.failed(engine.name, begun)
             if not isinstance(error, aiohttp.ClientError):
-                raise EngineUnavailable(f"{engine.name} did not answer in {self._timeout_s:g} s, nor when aborted") from error
+                raise EngineUnavailable(f"{engine.name} did not answer in {self.timeout_s:g} s, nor when aborted") from error
             if not isinstance(error, aiohttp.ClientConnectorError):
                 self._abort_soon(engine, request.rid)  # it may have heard of the request, and not that nobody waits for it
             raise EngineUnavailable(f"{engine.name} at {engine.url}: {type(error).__name__}: {error}") from error

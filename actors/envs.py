@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import grpc.aio
@@ -20,6 +21,7 @@ from common import convert, wire
 from common.proto import rl_pb2 as pb
 from common.proto.rl_pb2_grpc import EnvServiceStub
 from common.types import Action, Observation, Task
+from common.waits import Edge, Wait, Waits
 
 log = logging.getLogger("actors.envs")
 
@@ -39,10 +41,14 @@ class EnvLost(Exception):
 @dataclass(eq=False)
 class Replica:
     domain: str
+    name: str  # of its process
     address: str
     stub: EnvServiceStub
     channel: grpc.aio.Channel
     sessions: dict[str, Session] = field(default_factory=dict)
+    opening: set[str] = field(default_factory=set)  # asked for, and not answered yet
+    edges: list[Edge] = field(default_factory=list)  # what our sessions waited for there at the last Renew
+    renewed: float = 0.0  # time.monotonic() of it
     reported: int = 0  # open sessions of all actors at the last Renew
     draining: bool = False
 
@@ -67,39 +73,54 @@ class Session:
 class Envs:
     """All replicas of all domains. Use inside a running event loop; `close` it there."""
 
-    def __init__(self, addresses: dict[str, list[str]], tls: wire.Tls = wire.Tls(), seed: int = 0) -> None:
+    def __init__(
+        self, addresses: dict[str, list[str]], tls: wire.Tls = wire.Tls(), seed: int = 0, waits: Waits | None = None
+    ) -> None:
+        """`waits`: the process's register, which hears of servers that answer."""
         self._random = random.Random(seed)
+        self.waits = waits or Waits()
         self._replicas = {
-            domain: [self._replica(domain, address, tls) for address in replicas] for domain, replicas in addresses.items()
+            domain: [self._replica(domain, index, address, tls) for index, address in enumerate(replicas)]
+            for domain, replicas in addresses.items()
         }
         self._closing: set[asyncio.Task[None]] = set()
 
     @staticmethod
-    def _replica(domain: str, address: str, tls: wire.Tls) -> Replica:
+    def _replica(domain: str, index: int, address: str, tls: wire.Tls) -> Replica:
         channel = wire.aio_channel(address, tls)
-        return Replica(domain, address, EnvServiceStub(channel), channel)
+        return Replica(domain, f"env-{domain}-{index}", address, EnvServiceStub(channel), channel)
 
-    async def open(self, task: Task, session_id: str, with_reference: bool) -> Session:
-        """Open a session somewhere. Waits while all replicas are full or away; the caller sets the deadline. Raises EnvLost."""
+    async def open(self, task: Task, session_id: str, with_reference: bool, wait: Wait | None = None) -> Session:
+        """Open a session somewhere. Waits while all replicas are full or away, and `wait` says for which; the caller sets the
+        deadline. Raises EnvLost."""
+        wait = wait or Wait()
         if not self._replicas.get(task.domain):
             raise EnvLost(f"no env server for domain {task.domain!r}; there are {sorted(self._replicas)}")
         request = pb.OpenRequest(session_id=session_id, task=convert.task_to(task), with_reference=with_reference)
         delay, avoid = FIRST_DELAY_S, ""
         doubtful: set[Replica] = set()  # may hold the session although no answer came
+        why = ""
+        wait.set("env.open", f"env servers of {task.domain}")
         try:
             while True:
                 replica = self._choose(task.domain, avoid)
                 doubtful.add(replica)
+                replica.opening.add(session_id)
+                wait.move(replica.name, why)
                 try:
                     reply = await replica.stub.Open(request, timeout=CALL_S)
+                    self.waits.hear(replica.name)
                     doubtful.remove(replica)
                     return self._opened(replica, request, reply)
                 except grpc.aio.AioRpcError as error:
                     if error.code() == Code.RESOURCE_EXHAUSTED and TOO_LARGE not in (error.details() or ""):
+                        self.waits.hear(replica.name)
                         doubtful.remove(replica)
                     elif error.code() not in _AGAIN:
                         raise EnvLost(_why(replica, "Open", error)) from error
-                    avoid = replica.address
+                    avoid, why = replica.address, _why(replica, "Open", error)
+                finally:
+                    replica.opening.discard(session_id)
                 await asyncio.sleep(delay * (0.5 + self._random.random()))
                 delay = min(2 * delay, LONGEST_DELAY_S)
         finally:
@@ -138,6 +159,8 @@ class Envs:
                 raise EnvLost(f"session {session.id} is gone from {session.replica.address}")
             try:
                 reply = await session.replica.stub.Step(request, timeout=CALL_S)
+                self.waits.hear(session.replica.name)
+                session.replica.edges = [edge for edge in session.replica.edges if edge.owner != session.id]
                 return convert.observation_from(reply.observation)
             except grpc.aio.AioRpcError as error:
                 # A step that only takes long is no failure: asking again joins it.
@@ -168,18 +191,31 @@ class Envs:
         task.add_done_callback(self._closing.discard)
 
     async def renew(self) -> None:
-        """One heartbeat to every replica where we hold sessions or that was draining."""
+        """One heartbeat to every replica where we hold sessions, open some, or that was draining."""
         every = [replica for replicas in self._replicas.values() for replica in replicas]
-        await asyncio.gather(*[self._renew(replica) for replica in every if replica.sessions or len(every) > 1])
+        needed = [replica for replica in every if replica.sessions or replica.opening or len(every) > 1]
+        await asyncio.gather(*map(self._renew, needed))
+
+    def edges(self) -> list[Edge]:
+        """What our sessions wait for inside of the servers, as these said last. Owners are `replica/session`."""
+        now = time.monotonic()
+        return [
+            replace(edge, owner=f"{replica.name}/{edge.owner}", seconds=edge.seconds + now - replica.renewed)
+            for replicas in self._replicas.values()
+            for replica in replicas
+            for edge in replica.edges
+        ]
 
     async def _renew(self, replica: Replica) -> None:
-        held = list(replica.sessions)
+        held = [*replica.sessions, *replica.opening]
         try:
             reply = await replica.stub.Renew(pb.RenewSessionsRequest(session_ids=held), timeout=RENEW_S)
         except grpc.aio.AioRpcError as error:
             log.warning("renew at %s (%s): %s", replica.address, replica.domain, error.code().name)
             return
+        self.waits.hear(replica.name)
         replica.reported, replica.draining = reply.open_sessions, reply.draining
+        replica.edges, replica.renewed = [convert.edge_from(edge) for edge in reply.waits], time.monotonic()
         for session_id in reply.lost:
             if session := replica.sessions.get(session_id):
                 session.lost = True

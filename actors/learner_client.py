@@ -18,11 +18,13 @@ from common import convert, wire
 from common.proto import rl_pb2 as pb
 from common.proto.rl_pb2_grpc import LearnerServiceStub
 from common.types import Assignment, EngineInfo, Trajectory
+from common.waits import LEARNER, Edge, Wait
 
 log = logging.getLogger("actors.learner")
 
 CALL_S = 20.0  # of one call
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
+DELIVER_S = 60.0  # after which a delivery is told as late; it goes on
 RESENDS = 5  # times that one trajectory is started again at chunk 0 because it arrived broken
 
 Key = tuple[str, int]  # rollout id, attempt
@@ -70,15 +72,13 @@ class Learner:
             reply.retry_after_s,
         )
 
-    async def renew(
-        self, incarnation: int, running: Sequence[Key], waits: list[pb.WaitMessage], metrics: dict[str, float]
-    ) -> Renewed:
+    async def renew(self, incarnation: int, running: Sequence[Key], waits: Sequence[Edge], metrics: dict[str, float]) -> Renewed:
         """Raises LearnerAway."""
         request = pb.RenewRequest(
             actor_id=self.actor_id,
             incarnation=incarnation,
             running=[pb.RolloutKey(rollout_id=rollout_id, attempt=attempt) for rollout_id, attempt in running],
-            waits=waits,
+            waits=map(convert.edge_to, waits),
             metrics=metrics,
         )
         try:
@@ -92,11 +92,14 @@ class Learner:
             reply.no_more,
         )
 
-    async def deliver(self, trajectory: Trajectory, incarnation: int) -> str:
-        """Hand `trajectory` over; returns the learner's final word: STORED, DUPLICATE, SUPERSEDED or REFUSED.
+    async def deliver(self, trajectory: Trajectory, incarnation: int, wait: Wait | None = None) -> str:
+        """Hand `trajectory` over; returns the learner's final word: STORED, DUPLICATE, SUPERSEDED or REFUSED. `wait` says what
+        keeps it.
 
         `incarnation` is the learner's that leased it. Raises ValueError for a trajectory that is too large to send.
         """
+        wait = wait or Wait()
+        wait.set("deliver", LEARNER, self.address, DELIVER_S)
         data = convert.trajectory_bytes(trajectory)
         delay, resends = FIRST_DELAY_S, 0
         while True:
@@ -104,6 +107,7 @@ class Learner:
                 reply = await self._send(data, trajectory, incarnation)
             except grpc.aio.AioRpcError as error:
                 log.info("delivery of %s waits: %s", trajectory.rollout_id, error.code().name)
+                wait.move(LEARNER, f"{self.address}: {error.code().name}")
             else:
                 word = pb.DeliverStatus.Name(reply.status)
                 resends += reply.status == pb.RESEND
@@ -111,6 +115,7 @@ class Learner:
                     if reply.status not in (pb.STORED, pb.DUPLICATE):
                         log.warning("rollout %s attempt %d: %s %s", trajectory.rollout_id, trajectory.attempt, word, reply.reason)
                     return word
+                wait.move(LEARNER, f"it answered {word}: {reply.reason}")
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY_S)
 

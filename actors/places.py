@@ -15,14 +15,14 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from common.types import EngineInfo
+from common.waits import Tell, engines_of
 
 FIRST_REST_S, LONGEST_REST_S = 0.5, 15.0
-Tell = Callable[[str, str], None]  # hears what is waited for: a name, and on whom
 
 
 class NoEngine(Exception):
@@ -197,4 +197,4 @@ class Places:
         if name != waiter.told:
             waiter.told = name
             full = f"{self._rules.concurrency} requests in flight at each of " + ", ".join(e.name for e in ready)
-            waiter.tell(name, full if ready else self.states())
+            waiter.tell(name, engines_of(pool), full if ready else self.states())

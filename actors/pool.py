@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass
 
-from actors.agents import Parts, Wait
-from actors.learner_client import Key, Learner, LearnerAway
+from actors.agents import Parts
+from actors.learner_client import CALL_S, Key, Learner, LearnerAway
 from actors.rollout import run_rollout
 from actors.tape import Tape
-from common.proto import rl_pb2 as pb
 from common.types import Assignment
+from common.waits import LEARNER
 
 log = logging.getLogger("actors.pool")
 
@@ -28,7 +27,6 @@ class Slot:
 
     assignment: Assignment
     incarnation: int  # of the learner that leased it
-    wait: Wait
     task: asyncio.Task[None]
 
 
@@ -91,7 +89,8 @@ class Pool:
 
     async def _lease(self, free: int) -> float:
         """Start what the learner hands out; returns for how long to wait before asking again."""
-        leased = await self._learner.lease(free)
+        with self._parts.waits.wait(self._learner.actor_id, "lease", LEARNER, CALL_S, self._learner.address):
+            leased = await self._learner.lease(free)
         self._incarnation = leased.incarnation
         self._no_more = leased.no_more
         self._parts.engines.places.update(leased.engines)
@@ -103,20 +102,19 @@ class Pool:
         key = (assignment.rollout_id, assignment.attempt)
         if key in self._running:
             return
-        wait = Wait(since=time.monotonic())
-        task = asyncio.create_task(self._play(assignment, incarnation, wait))
-        self._running[key] = Slot(assignment, incarnation, wait, task)
+        task = asyncio.create_task(self._play(assignment, incarnation))
+        self._running[key] = Slot(assignment, incarnation, task)
         task.add_done_callback(lambda task: self._free(key, task))
 
-    async def _play(self, assignment: Assignment, incarnation: int, wait: Wait) -> None:
-        trajectory = await run_rollout(assignment, self._parts, wait)
-        wait.set("deliver", self._learner.address)
-        try:
-            word = await self._learner.deliver(trajectory, incarnation)
-        except ValueError as error:  # too large for the wire
-            tape = Tape(assignment)
-            tape.fail(f"delivery: {error}")
-            word = await self._learner.deliver(tape.trajectory(self._parts.vocabulary), incarnation)
+    async def _play(self, assignment: Assignment, incarnation: int) -> None:
+        with self._parts.waits.wait(assignment.rollout_id, "start", self._learner.actor_id, assignment.limits.deadline_s) as wait:
+            trajectory = await run_rollout(assignment, self._parts, wait)
+            try:
+                word = await self._learner.deliver(trajectory, incarnation, wait)
+            except ValueError as error:  # too large for the wire
+                tape = Tape(assignment)
+                tape.fail(f"delivery: {error}")
+                word = await self._learner.deliver(tape.trajectory(self._parts.vocabulary), incarnation, wait)
         self.outcomes[word] += 1
 
     def _free(self, key: Key, task: asyncio.Task[None]) -> None:
@@ -135,7 +133,9 @@ class Pool:
 
     async def _renew(self) -> None:
         try:
-            renewed = await self._learner.renew(self._incarnation, list(self._running), self._waits(), self._metrics())
+            edges = [*self._parts.waits.edges(), *self._parts.envs.edges()]
+            outcomes = {f"outcome/{word}": float(n) for word, n in self.outcomes.items()}
+            renewed = await self._learner.renew(self._incarnation, list(self._running), edges, outcomes)
         except LearnerAway as error:
             if not self._away:
                 log.warning("no heartbeat: %s", error)
@@ -152,19 +152,3 @@ class Pool:
             if slot := self._running.get(key):
                 log.info("rollout %s attempt %d is cancelled by the learner", *key)
                 slot.task.cancel()
-
-    def _waits(self) -> list[pb.WaitMessage]:
-        now = time.monotonic()
-        return [
-            pb.WaitMessage(
-                name=slot.wait.name,
-                owner=rollout_id,
-                on=slot.wait.on,
-                seconds=now - slot.wait.since,
-                deadline=slot.wait.deadline_s,
-            )
-            for (rollout_id, _), slot in self._running.items()
-        ]
-
-    def _metrics(self) -> dict[str, float]:
-        return {"running": float(len(self._running)), **{f"outcome/{word}": float(n) for word, n in self.outcomes.items()}}

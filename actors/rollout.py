@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from actors.agents import Agents, Parts, RolloutError, Wait, env_step, open_history
+from actors.agents import Agents, Parts, RolloutError, env_step, open_history
 from actors.envs import Session
 from actors.history import Rules
 from actors.tape import Sampled, Tape
 from common.record import sequence_lengths
 from common.types import Assignment, Finish, Source, Status, Trajectory
+from common.waits import Wait, session_name
 
 log = logging.getLogger("actors.rollout")
 
@@ -32,24 +33,22 @@ LATE = 2  # times limits.deadline_s, then what a rollout waits for counts as los
 async def run_rollout(assignment: Assignment, parts: Parts, wait: Wait) -> Trajectory:
     """Play `assignment` to its end. Raises only CancelledError, when this task was cancelled."""
     tape = Tape(assignment)
-    wait.deadline_s = LATE * assignment.limits.deadline_s
     session: Session | None = None
     try:
         async with asyncio.timeout(LATE * assignment.limits.deadline_s):
-            wait.set("env.open", assignment.task.domain)
-            session_id = f"{assignment.rollout_id}.{assignment.attempt}"
-            session = await parts.envs.open(assignment.task, session_id, assignment.source == Source.REFERENCE)
+            session_id = session_name(assignment.rollout_id, assignment.attempt)
+            session = await parts.envs.open(assignment.task, session_id, assignment.source == Source.REFERENCE, wait)
             if assignment.source == Source.REFERENCE:
                 await play_reference(tape, parts, session, wait)
             else:
                 await Agents(tape, parts, session, wait).play()
     except TimeoutError:  # whoever it waits for has been silent for long: no fault of the policy, so never a reward
-        tape.fail(f"deadline: {wait.name} {wait.on} after {LATE * assignment.limits.deadline_s:g} s")
+        tape.fail(f"deadline: {wait} after {LATE * assignment.limits.deadline_s:g} s")
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        tape.fail(f"cancelled: a call was cancelled during {wait.name} {wait.on}")  # by a library, not by us
+        tape.fail(f"cancelled: a call was cancelled during {wait}")  # by a library, not by us
     except Exception as error:  # a bad episode is data: the one place where everything is caught
         log.warning("rollout %s failed in %s: %s: %s", assignment.rollout_id, wait.name, type(error).__name__, error)
         tape.fail(f"{type(error).__name__}: {error}")

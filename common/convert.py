@@ -11,6 +11,7 @@ import numpy as np
 
 from common import types as t
 from common.proto import rl_pb2 as pb
+from common.waits import Edge
 
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
@@ -268,3 +269,20 @@ def engine_to(e: t.EngineInfo) -> pb.EngineMessage:
 
 def engine_from(m: pb.EngineMessage) -> t.EngineInfo:
     return t.EngineInfo(m.name, m.url, m.pool, m.version, m.state, m.reason)
+
+
+def edge_to(e: Edge) -> pb.WaitMessage:
+    return pb.WaitMessage(
+        name=e.name,
+        owner=e.owner,
+        on=e.on,
+        seconds=e.seconds,
+        deadline=e.deadline,
+        why=e.why,
+        silent=e.silent,
+        number=e.number,
+    )
+
+
+def edge_from(m: pb.WaitMessage) -> Edge:
+    return Edge(m.owner, m.name, m.on, m.why, m.seconds, m.deadline, m.silent, m.number)

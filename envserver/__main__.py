@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             capacity=config.capacity,
             threads=config.threads,
             lease_s=config.lease_s,
+            late_s=config.limits.deadline_s,
             tls=wire.Tls(run.tls.cert, run.tls.key, run.tls.ca),
         )
         domain = load_domain(config.name, config.options, config.instructions)

@@ -36,6 +36,7 @@ class Settings:
     capacity: int
     threads: int
     lease_s: float
+    late_s: float = 0.0  # of one call of environment code, see Sessions
     drain_s: float = 10.0  # how long open sessions may go on after the signal to stop
     tls: wire.Tls = field(default_factory=wire.Tls)
 
@@ -109,6 +110,7 @@ class EnvService(pb_grpc.EnvServiceServicer):
             open_sessions=len(self.sessions),
             capacity=self.sessions.capacity,
             draining=self.sessions.draining,
+            waits=map(convert.edge_to, self.sessions.edges(set(request.session_ids))),
         )
 
 
@@ -130,7 +132,7 @@ class EnvServer:
 
     def __init__(self, domain: Domain, catalog: Catalog, settings: Settings) -> None:
         self.settings = settings
-        self.sessions = Sessions(domain, settings.capacity, settings.threads, settings.lease_s)
+        self.sessions = Sessions(domain, settings.capacity, settings.threads, settings.lease_s, late_s=settings.late_s)
         self._service = EnvService(domain, catalog, self.sessions)
         self._server = wire.aio_server()
         self.port = wire.bind(self._server, settings.address, settings.tls)

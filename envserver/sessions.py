@@ -21,6 +21,7 @@ import grpc
 from common import convert
 from common.proto import rl_pb2 as pb
 from common.types import Action, Observation, Status, Task
+from common.waits import Edge, Waits
 from envserver.env import Domain, Env, TaskError
 from envserver.workers import Abandoned, Job, Workers
 
@@ -54,11 +55,19 @@ class Sessions:
     """Raises Refused for everything that a caller did wrong or cannot have now."""
 
     def __init__(
-        self, domain: Domain, capacity: int, threads: int, lease_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        domain: Domain,
+        capacity: int,
+        threads: int,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        late_s: float = 0.0,
     ) -> None:
+        """`late_s`: of one call of environment code, before it is told as late; 0: never."""
         self.domain = domain
         self.capacity = capacity
-        self.lease_s = lease_s
+        self.lease_s, self._late_s = lease_s, late_s
+        self.waits = Waits(clock)
         self.draining = False
         self.idle = asyncio.Event()  # set while no session is open
         self.idle.set()
@@ -119,6 +128,10 @@ class Sessions:
         for session in [session for session in self._open.values() if session.deadline <= now]:
             log.warning("session %s: not renewed for %.1f s, closed", session.id, self.lease_s)
             self._drop(session)
+
+    def edges(self, session_ids: Collection[str]) -> list[Edge]:
+        """What these sessions wait for: a thread, or their environment's code."""
+        return [edge for edge in self.waits.edges() if edge.owner in session_ids]
 
     async def expire_forever(self) -> None:
         """Look for expired leases several times per lease."""
@@ -196,8 +209,10 @@ class Sessions:
         try:
             if not self.domain.blocking:
                 return call()
-            session.job = self.workers.submit(call)
-            return await session.job.future
+            code = f"code of {self.domain.name}"
+            with self.waits.wait(session.id, "env.thread", f"one of {self.workers.threads} threads", self._late_s, what) as wait:
+                session.job = self.workers.submit(call, lambda: wait.set("env.code", code, what))
+                return await session.job.future
         except Abandoned as error:
             raise Refused(grpc.StatusCode.ABORTED, f"session {session.id} was closed during {what}") from error
         except TaskError as error:

@@ -24,8 +24,8 @@ class Abandoned(Exception):
 class Job:
     """A call on the pool. Await `future` on the loop that submitted it."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[[], Any], started: Callable[[], None] = lambda: None) -> None:
+        self.call, self.started = call, started
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.state = "queued"  # then "running" and "done", or "abandoned" from any of the first two
         self.cleanup: Callable[[], None] = lambda: None  # runs in the job's thread once an abandoned call has returned
@@ -41,8 +41,9 @@ class Workers:
         self._lock = threading.Lock()
         self._started = 0
 
-    def submit(self, call: Callable[[], Any]) -> Job:
-        job = Job(call)
+    def submit(self, call: Callable[[], Any], started: Callable[[], None] = lambda: None) -> Job:
+        """`started` is called in the thread that begins with it."""
+        job = Job(call, started)
         if self._started < self.threads:
             self._start_thread()
             self._started += 1
@@ -75,6 +76,7 @@ class Workers:
                 job.state = "abandoned" if abandoned else "running"
             result, error = None, None
             if not abandoned:
+                job.started()
                 result, error = _outcome(job.call)
             with self._lock:
                 replaced = not abandoned and job.state == "abandoned"

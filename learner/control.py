@@ -1,7 +1,7 @@
 """The learner's control plane behind one lock: who works on what, what has arrived, what the next update trains on.
 
 Actors reach it through `learner/service.py`; the training loop calls `take`, `commit`, `evaluate`. Nothing here waits for a
-device, and every wait has a deadline and a name (`learner/progress.py` says it in a sentence). `events` and `clock` are
+device, and every wait has a deadline and a name (`learner/stalls.py` says it in sentences). `events` and `clock` are
 called with the lock held: they must not call back.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 from common.config import DomainConfig, RunConfig
 from common.types import Assignment, EngineInfo, Source, Task, Trajectory
 from common.validate import RecordError, Vocabulary, sampled_tokens
-from learner import assignments, progress
+from common.waits import LEARNER, Edge, Wait, Waits
+from learner import assignments, progress, stalls
 from learner.assignments import EXPECTED, NOT_YET, Answer, FailureStreak, Leased
 from learner.batch import Batch, build
 from learner.dispatch import Dispatch
@@ -31,7 +32,6 @@ from learner.rollouts import Group, Kind, Origin, Rollout, Rules, Standing, Stat
 TRAINING = (Kind.RL, Kind.WARM)
 TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
 POLL_S, IDLE_POLL_S = 0.1, 0.5  # an actor with free slots asks again so soon while there may be work, and while not
-ACTOR_MEMORY_S = 60.0  # an actor silent for so long leaves the status report
 
 Events = Callable[[str, dict[str, Any]], None]
 Key = tuple[str, int]  # rollout id, attempt
@@ -71,9 +71,11 @@ class Control:
         self.tokens: Counter[str] = Counter(sampled=0, trained=0)  # of RL rollouts: scored by then, and in the loss
         self.rate = Rate()  # of sampled tokens
         self.proofs = Proofs(clock)
-        self.wait_name, self.wait_since, self.wait_limit = "", 0.0, 0.0
+        self.waits = Waits(clock)  # of the learner's other threads, and of what the main thread does between two updates
+        self.waiting: Wait | None = None  # of the training loop, for rollouts
+        self._lateness = stalls.Lateness()
         self._streak = FailureStreak(max(256, 4 * config.algorithm.groups_per_update * config.algorithm.group_size))
-        self._stall_told, self._next_tick = 0.0, float("-inf")
+        self._next_tick = float("-inf")
         self.no_more = False
         self._spool_of_checkpoints: deque[list[str]] = deque(maxlen=config.checkpoint.keep)
 
@@ -108,16 +110,15 @@ class Control:
         Raises RuntimeError while a batch is out, EveryRolloutFails when rollouts do nothing but fail, NothingToLearn when
         selection leaves nothing of them.
         """
-        kind = Kind.WARM if self.phase == "warm" else Kind.RL
         with self._changed:
             deadline = self._clock() + timeout
             while True:
                 self._tick()
                 self._purge()
                 self._streak.check()
-                groups = self.dispatch.take(kind)
+                groups = self.dispatch.take(self.kind)
                 if groups:
-                    self.wait_name = ""
+                    self.waiting = None
                     self.running = self.last = build(groups, self._stored, self.ledger)
                     return self.running
                 if not self._pause("take", deadline, self.config.learner.stall_s):
@@ -156,10 +157,9 @@ class Control:
             while self.evaluation.open and not stop() and self._pause("evaluate", deadline, limit):
                 self._tick()
             if late := self.evaluation.open:
-                why = progress.wait_sentence(self, self._clock())
-                self._events("evaluation_incomplete", {"rollouts": len(late), "why": why})
+                self._events("evaluation_incomplete", {"rollouts": len(late), **stalls.report(self, self._clock())})
                 self.ledger.cancel(Kind.EVAL)
-            self.wait_name = ""
+            self.waiting = None
             results, failed = self.evaluation.finish()
             self._events("evaluation", {"results": results, "failed": failed})
             return [] if late else results
@@ -178,6 +178,7 @@ class Control:
 
     def status(self) -> dict[str, Any]:
         with self._changed:
+            self._tick()  # a learner that waits for something else than rollouts is asked for its status all the same
             return progress.report(self, self._clock())
 
     # ---- checkpoints -------------------------------------------------------------------------------------
@@ -227,18 +228,17 @@ class Control:
             chosen: list[Rollout] = []
             if self.evaluation.open and self.serves(self.evaluation.version):
                 chosen += self.ledger.lease(actor_id, capacity, Kind.EVAL, now)
-            kind = Kind.WARM if self.phase == "warm" else Kind.RL
             if self.phase == "warm" or (self.phase == "rl" and self.fresh_engine()):
-                chosen += self.dispatch.lease(actor_id, capacity - len(chosen), kind, now)
+                chosen += self.dispatch.lease(actor_id, capacity - len(chosen), self.kind, now)
             busy = self.phase in ("warm", "rl") or self.evaluation.open
             retry = 0.0 if len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
             return Leased([self._assignment(rollout) for rollout in chosen], retry, self.no_more)
 
-    def renew(self, actor_id: str, running: list[Key], waits: list[dict[str, Any]], metrics: dict[str, float]) -> list[Key]:
-        """Extend leases; returns the rollouts that the actor must stop."""
+    def renew(self, actor_id: str, running: list[Key], edges: list[Edge], metrics: dict[str, float]) -> list[Key]:
+        """Extend leases; returns the rollouts that the actor must stop. `edges`: what they wait for."""
         with self._changed:
             now = self._clock()
-            self.actors[actor_id] = Actor(now, len(running), waits, metrics)
+            self.actors[actor_id] = Actor(now, len(running), edges, metrics)
             stop = self.ledger.renew(actor_id, running, now)
             self._tick()
             return stop
@@ -341,8 +341,9 @@ class Control:
             self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
         for rollout in expired:
             self._given_up(rollout)
-        for actor in [name for name, actor in self.actors.items() if actor.seen < now - ACTOR_MEMORY_S]:
-            del self.actors[actor]
+        self.actors = progress.remembered(self.actors, now)
+        if late := self._lateness.news(self, now):
+            self._events("wait_past_deadline", late)
 
     def _purge(self) -> None:
         stale = self.ledger.purge()
@@ -353,12 +354,9 @@ class Control:
     def _pause(self, name: str, deadline: float, limit: float) -> bool:
         """Wait for a change, a while at most; False when it is over: the deadline has passed or the run has ended."""
         now = self._clock()
-        if self.wait_name != name:
-            self.wait_name, self.wait_since, self._stall_told = name, now, now
-        self.wait_limit = limit
-        if now - self._stall_told >= self.config.learner.stall_s:
-            self._stall_told = now
-            self._events("stall", {"wait": name, "seconds": now - self.wait_since, "why": progress.wait_sentence(self, now)})
+        if self.waiting is None or self.waiting.name != name:
+            self.waiting = Wait(LEARNER, limit, self._clock)
+            self.waiting.set(name, stalls.ACTORS)
         if self.no_more or now >= deadline:
             return False
         self._changed.wait(min(TICK_S, deadline - now))
@@ -379,6 +377,11 @@ class Control:
         greedy = group.kind is Kind.EVAL and self.evaluation.mode_of(rollout.id) == "greedy"
         turns = self.dispatch.max_turns(group)
         return assignments.assignment(self.config, self._domains[group.task.domain], group, rollout, greedy, turns)
+
+    @property
+    def kind(self) -> Kind:
+        """Of the rollouts that the present phase trains on."""
+        return Kind.WARM if self.phase == "warm" else Kind.RL
 
     def serves(self, version: int) -> bool:
         return any(e.in_main and e.state == "ready" and e.version == version for e in self.engines)

@@ -62,6 +62,10 @@ class Job:
     successes: dict[str, list[bool]] = field(default_factory=dict)  # domain -> one entry per scored rollout
     failed: dict[str, int] = field(default_factory=dict)  # domain -> rollouts out of attempts, or not done by the deadline
 
+    @property
+    def total(self) -> int:
+        return len(self.rollouts) + sum(map(len, self.successes.values())) + sum(self.failed.values())
+
     def plan(self, rollout_id: str, domain: str) -> None:
         self.rollouts[rollout_id] = domain
         self.successes.setdefault(domain, [])

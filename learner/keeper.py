@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from common.types import EngineInfo
 from learner.canary import Canary, CanaryError, Judge
 from learner.engine_api import EngineApi, EngineError, EngineGone
+from learner.stalls import publisher_of
 
 if TYPE_CHECKING:
     from learner.publisher import Publisher
@@ -34,6 +36,7 @@ class EngineKeeper:
         self._judge = Judge(publisher._options.dtype, publisher._options.temperature)
         self._proofs = publisher.proofs
         self._publisher = publisher
+        self._waits = publisher.waits
         self._index = index
         self._api = api
         self._label = 0  # the version that it says to serve, when it was asked last
@@ -62,9 +65,10 @@ class EngineKeeper:
 
     def _visit(self, target: int) -> None:
         try:
-            version = self._label = _number(self._api.weight_version())
-            if self._info.state != "ready":
-                self._api.health()
+            with self._wait("engine.look", self._api.deadlines.look_s):
+                version = self._label = _number(self._api.weight_version())
+                if self._info.state != "ready":
+                    self._api.health()
         except EngineGone as error:
             self._gone(error)
             return
@@ -82,17 +86,19 @@ class EngineKeeper:
             self._update(target)
 
     def _update(self, target: int) -> None:
-        started = time.monotonic()
+        started, limits = time.monotonic(), self._api.deadlines
         self._tried, self._deaths = target, self._deaths if self._tried == target else 0
-        stage, took = "fetch", {}
+        stage, took, what = "fetch", {}, f"version {target}"
         try:
-            folder = self._api.prepare(self._publisher._folder.path(target), target)  # it may take a while, and serves meanwhile
-            with self._publisher._turn() as mine:
+            with self._wait("publish.fetch", limits.fetch_s, what):  # it may take a while, and the engine serves meanwhile
+                folder = self._api.prepare(self._publisher._folder.path(target), target)
+            with self._turn() as mine:
                 if not mine:
                     return
-                for name, step in self._stages(folder, target):
+                for name, limit, step in self._stages(folder, target):
                     stage, began = name, time.monotonic()
-                    step()
+                    with self._wait(f"publish.{name}", limit, what):
+                        step()
                     took[name] = time.monotonic() - began
         except EngineGone as error:
             self._gone(error, f"update to version {target} failed at {stage}: ")
@@ -118,16 +124,32 @@ class EngineKeeper:
             self._publisher.canaries[self._info.name] = self._mean
             self._publisher._collect()
 
-    def _stages(self, folder: str, target: int) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What has to be done to the engine, in order, by name."""
+    @contextmanager
+    def _wait(self, name: str, limit_s: float, what: str = "") -> Iterator[None]:
+        """Around calls of the engine; one that raises nothing has shown that it is alive."""
+        with self._waits.wait(publisher_of(self._info.name), name, self._info.name, limit_s, what):
+            yield
+        self._waits.hear(self._info.name)
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        shared, limit_s = self._publisher, self._publisher._options.rolling_wait_s
+        with ExitStack() as stack:
+            with self._waits.wait(publisher_of(self._info.name), "publish.turn", "the engine before it", limit_s):
+                mine = stack.enter_context(shared._turn())
+            yield mine
+
+    def _stages(self, folder: str, target: int) -> Iterator[tuple[str, float, Callable[[], None]]]:
+        """What has to be done to the engine, in order: name, deadline in seconds, call."""
+        limits = self._api.deadlines
         self._set(state="updating", reason=f"to version {target}")
         self._in_doubt = True
-        yield "pause", self._api.pause
+        yield "pause", limits.pause_s, self._api.pause
         self._proofs.began(self._info.name, target)
-        yield "update", lambda: self._api.update_weights(folder, target)
-        yield "verify", lambda: self._verify(target)
-        yield "continue", self._api.resume
-        yield "canary", lambda: self._canary(target)
+        yield "update", limits.update_s, lambda: self._api.update_weights(folder, target)
+        yield "verify", limits.look_s, lambda: self._verify(target)
+        yield "continue", limits.pause_s, self._api.resume
+        yield "canary", limits.canary_s, lambda: self._canary(target)
 
     def _verify(self, target: int) -> None:
         label = self._api.weight_version()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.addresses import Addresses
+from common.addresses import MAIN, Addresses
 from common.config import RunConfig
 from common.files import replace_file
 from common.record import segment_lengths
@@ -24,6 +24,7 @@ from common.seeds import derive_seed
 from common.types import EngineInfo, StepKind
 from common.validate import Vocabulary
 from common.vocabulary import sampleable
+from common.waits import LEARNER, engines_of
 from common.wire import Tls
 from learner import tasks
 from learner.batch import Batch
@@ -170,15 +171,16 @@ def publish(run: Run) -> None:
 def wait_served(run: Run) -> None:
     """Return when an engine serves the newest version. Raises Stopped, NotReady and PublishError."""
     deadline = time.monotonic() + START_S
-    while True:
-        if run.stop():
-            raise Stopped
-        try:
-            run.publisher.wait_ready(run.version, min(TAKE_S, max(0.0, deadline - time.monotonic())))
-            return
-        except NotReady:
-            if time.monotonic() >= deadline:
-                raise
+    with run.control.waits.wait(LEARNER, "served", engines_of(MAIN), START_S, f"version {run.version}"):
+        while True:
+            if run.stop():
+                raise Stopped
+            try:
+                run.publisher.wait_ready(run.version, min(TAKE_S, max(0.0, deadline - time.monotonic())))
+                return
+            except NotReady:
+                if time.monotonic() >= deadline:
+                    raise
 
 
 def evaluate_once(run: Run, phase: str) -> None:
@@ -311,6 +313,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
         folder.event,
         router.hear if router else control.set_engines,
         control.proofs,
+        control.waits,
     )
     if router:
         control.proofs.stands_for(NAME, [engine.name for engine in addresses.engines])
@@ -344,7 +347,7 @@ def work(run: Run, options: Options) -> int:
             (options.run / SUMMARY).unlink(missing_ok=True)
             train(run)
             run.summarize()
-        run.checkpoints.wait()
+        run.committed()
     except Stopped:
         log.info("asked to end after update %d", run.update)
         run.folder.event("stopped", {"update": run.update})
@@ -353,7 +356,7 @@ def work(run: Run, options: Options) -> int:
                 run.save()
             if run.update < run.config.learner.updates:  # else a resume has the last evaluation to make, and sums up
                 run.summarize()
-        run.checkpoints.wait()
+        run.committed()
         return ASKED_TO_END
     return 0
 

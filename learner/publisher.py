@@ -21,14 +21,17 @@ from typing import Any
 
 from common.addresses import MAIN, STALE
 from common.types import EngineInfo
+from common.waits import Waits
 from learner.canary import Canary
 from learner.engine_api import Deadlines, EngineError
 from learner.keeper import EngineKeeper
 from learner.proofs import Proofs
 from learner.stale_pool import StalePool
+from learner.stalls import WRITER
 from learner.transport import DiskTransport, Transport
 from learner.weights import WeightFolder, leaves, nonfinite
 
+WRITE_S = 300.0  # of a version, before it is told as late
 REFUSALS = 3  # of an engine's first update, before it is given up
 Params = Mapping[Any, Any]  # names to NumPy arrays, may be nested; the publisher's own from `publish` on
 Save = Callable[[Params, Path], None]  # writes what an engine loads (safetensors, config.json) into an empty folder
@@ -86,6 +89,7 @@ class Publisher:
         events: Events,
         on_engines: Callable[[list[EngineInfo]], None] = lambda table: None,
         proofs: Proofs | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self._options = options
         self._save = save
@@ -104,6 +108,7 @@ class Publisher:
         self._failure: BaseException | None = None
         self._one_at_a_time = threading.Lock()
         self.proofs = proofs or Proofs()
+        self.waits = waits or Waits()
         self.canaries: dict[str, float] = {}  # engine -> mean |Δlogprob| of its newest canary
         self._closing = False
         self._telling = threading.Lock()  # keeps calls of on_engines in the order of the changes
@@ -258,7 +263,8 @@ class Publisher:
                 canary.save(folder)
                 self._save(params, folder)
 
-            self._folder.write(version, fill)
+            with self.waits.wait(WRITER, "weights.write", f"weights/{version}", WRITE_S):
+                self._folder.write(version, fill)
             with self._changed:
                 self._newest = version
                 self._stale.written(version, self.update_of(version))

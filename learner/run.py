@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 
 from common.config import RunConfig
+from common.waits import LEARNER
 from learner.batch import Lag
 from learner.checkpoints import Checkpoints
 from learner.control import Control
@@ -23,6 +24,8 @@ from learner.runfolder import RunFolder
 from learner.update import Trainer
 
 log = logging.getLogger("learner.run")
+
+CHECKPOINT_S = 300.0  # until one is on disk, before that is told as late
 
 
 @dataclass
@@ -106,7 +109,8 @@ class Run:
 
     def committed(self) -> None:
         """Wait for the checkpoint before; what only older ones needed of the spool can go."""
-        self.checkpoints.wait()
+        with self.control.waits.wait(LEARNER, "checkpoint", "the checkpoint before", CHECKPOINT_S):
+            self.checkpoints.wait()
         if self.saved:
             self.control.committed(self.saved)
             self.saved = {}

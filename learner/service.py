@@ -10,7 +10,7 @@ from collections.abc import Callable
 import grpc
 
 from common import wire
-from common.convert import assignment_to, engine_to
+from common.convert import assignment_to, edge_from, engine_to
 from common.proto import rl_pb2 as pb
 from common.proto import rl_pb2_grpc
 from learner.assignments import EXPECTED
@@ -93,17 +93,13 @@ class LearnerService(rl_pb2_grpc.LearnerServiceServicer):
 
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.RenewReply:  # noqa: N802
         running = [(key.rollout_id, key.attempt) for key in request.running]
-        waits = [
-            {"owner": w.owner, "name": w.name, "on": w.on, "seconds": w.seconds, "deadline": w.deadline}
-            for w in request.waits[:ACTOR_WAITS]
-        ]
-        stop = self._control.renew(request.actor_id, running, waits, dict(request.metrics))
+        edges = list(map(edge_from, request.waits[:ACTOR_WAITS]))
+        stop = self._control.renew(request.actor_id, running, edges, dict(request.metrics))
         return pb.RenewReply(
             incarnation=self._control.incarnation,
             engines=map(engine_to, self._control.engines),
             cancel=[pb.RolloutKey(rollout_id=rollout_id, attempt=attempt) for rollout_id, attempt in stop],
             no_more=self._control.no_more,
-            phase=self._control.phase,
         )
 
     def Deliver(self, request: pb.DeliverRequest, context: grpc.ServicerContext) -> pb.DeliverReply:  # noqa: N802

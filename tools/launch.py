@@ -37,7 +37,7 @@ except ModuleNotFoundError:
 
 from common.cli import ConfigError, help_text, load
 from common.config import RunConfig
-from tools.launching import report, runs
+from tools.launching import remains, report, runs
 from tools.launching.preflight import check, programs, resolve_paths, with_contexts, write_folder
 from tools.launching.runs import Refusal
 from tools.launching.supervisor import Patience, Supervisor
@@ -159,11 +159,14 @@ def status(run: Path) -> int:
     if answer:
         print("\n".join(report.sentences(answer)))
     elif runs.is_running(run):
-        print(f"{run} is running; its learner does not answer yet (it starts, compiles or restarts); see {run / 'logs'}.")
+        print(f"{run} is running; its learner does not answer (it starts, compiles, restarts or hangs); see {run / 'logs'}.")
+        print("".join(f"{line}\n" for line in remains.lines(run)), end="")
     else:
         state = "has finished" if runs.finished(run, config) else "is not running"
         newest = runs.newest_checkpoint(run, config)
         print(f"{run} {state}; {f'newest checkpoint: {newest}' if newest else 'no checkpoint'}.")
+        if state == "is not running":
+            print("".join(f"{line}\n" for line in remains.lines(run)), end="")
         summary = runs.read_json(run / "summary.json")
         if summary:
             print("\n".join(report.summary(summary, {})))

@@ -240,6 +240,26 @@ class TrajectoryMessage(_message.Message):
     sampling: SamplingMessage
     def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[TaskMessage, _Mapping]] = ..., source: _Optional[_Union[Source, str]] = ..., steps: _Optional[_Iterable[_Union[StepMessage, _Mapping]]] = ..., tail_ids: _Optional[bytes] = ..., tail_spans: _Optional[_Union[SpansMessage, _Mapping]] = ..., status: _Optional[_Union[Status, str]] = ..., flags: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ...) -> None: ...
 
+class WaitMessage(_message.Message):
+    __slots__ = ("name", "owner", "on", "seconds", "deadline", "why", "silent", "number")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    ON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    owner: str
+    on: str
+    seconds: float
+    deadline: float
+    why: str
+    silent: float
+    number: int
+    def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., on: _Optional[str] = ..., seconds: _Optional[float] = ..., deadline: _Optional[float] = ..., why: _Optional[str] = ..., silent: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...
+
 class MessageMessage(_message.Message):
     __slots__ = ("role", "text", "tool_call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -417,16 +437,18 @@ class RenewSessionsRequest(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RenewSessionsReply(_message.Message):
-    __slots__ = ("lost", "open_sessions", "capacity", "draining")
+    __slots__ = ("lost", "open_sessions", "capacity", "draining", "waits")
     LOST_FIELD_NUMBER: _ClassVar[int]
     OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     lost: _containers.RepeatedScalarFieldContainer[str]
     open_sessions: int
     capacity: int
     draining: bool
-    def __init__(self, lost: _Optional[_Iterable[str]] = ..., open_sessions: _Optional[int] = ..., capacity: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    waits: _containers.RepeatedCompositeFieldContainer[WaitMessage]
+    def __init__(self, lost: _Optional[_Iterable[str]] = ..., open_sessions: _Optional[int] = ..., capacity: _Optional[int] = ..., draining: _Optional[bool] = ..., waits: _Optional[_Iterable[_Union[WaitMessage, _Mapping]]] = ...) -> None: ...
 
 class LimitsMessage(_message.Message):
     __slots__ = ("max_turns", "max_tokens", "deadline_s")
@@ -488,20 +510,6 @@ class EngineMessage(_message.Message):
     reason: str
     def __init__(self, name: _Optional[str] = ..., url: _Optional[str] = ..., pool: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class WaitMessage(_message.Message):
-    __slots__ = ("name", "owner", "on", "seconds", "deadline")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    OWNER_FIELD_NUMBER: _ClassVar[int]
-    ON_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    owner: str
-    on: str
-    seconds: float
-    deadline: float
-    def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., on: _Optional[str] = ..., seconds: _Optional[float] = ..., deadline: _Optional[float] = ...) -> None: ...
-
 class RolloutKey(_message.Message):
     __slots__ = ("rollout_id", "attempt")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -554,18 +562,16 @@ class RenewRequest(_message.Message):
     def __init__(self, actor_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[_Iterable[_Union[RolloutKey, _Mapping]]] = ..., waits: _Optional[_Iterable[_Union[WaitMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("incarnation", "engines", "cancel", "no_more", "phase")
+    __slots__ = ("incarnation", "engines", "cancel", "no_more")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     NO_MORE_FIELD_NUMBER: _ClassVar[int]
-    PHASE_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineMessage]
     cancel: _containers.RepeatedCompositeFieldContainer[RolloutKey]
     no_more: bool
-    phase: str
-    def __init__(self, incarnation: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineMessage, _Mapping]]] = ..., cancel: _Optional[_Iterable[_Union[RolloutKey, _Mapping]]] = ..., no_more: _Optional[bool] = ..., phase: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineMessage, _Mapping]]] = ..., cancel: _Optional[_Iterable[_Union[RolloutKey, _Mapping]]] = ..., no_more: _Optional[bool] = ...) -> None: ...
 
 class DeliverRequest(_message.Message):
     __slots__ = ("actor_id", "incarnation", "rollout_id", "attempt", "chunk", "chunks", "total_bytes", "crc32", "payload")

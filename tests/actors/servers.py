@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from actors.agents import Parts, Wait
+from actors.agents import Parts
 from actors.chat import Chat
 from actors.codec import ByteLevelCodec, ModelFiles
 from actors.conversation import Conversation
@@ -39,6 +39,7 @@ from common.types import (
     Trajectory,
 )
 from common.validate import Vocabulary
+from common.waits import Wait, Waits
 from envserver.admission import Catalog
 from envserver.env import Domain, Env
 from envserver.server import EnvServer, Settings
@@ -133,11 +134,13 @@ async def toy_parts(addresses: list[str], engines: list[EngineInfo], chat: Conve
 async def parts_of(
     chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo], key: str = ""
 ) -> AsyncIterator[Parts]:
-    client, envs, summaries = Engines(vocabulary, 20.0, PlaceRules(64), key=key), Envs(addresses), Summaries()
+    waits = Waits()
+    client, envs = Engines(vocabulary, 20.0, PlaceRules(64), key=key, waits=waits), Envs(addresses, waits=waits)
+    summaries = Summaries()
     client.places.update(engines)
     try:
         parser = TurnParser(chat.codec, chat.end_id, chat.opens_reasoning, chat.format, chat.end_ids)
-        yield Parts(chat, parser, vocabulary, client, envs, summaries)
+        yield Parts(chat, parser, vocabulary, client, envs, summaries, waits)
     finally:
         await summaries.close()
         await client.close()

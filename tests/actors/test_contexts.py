@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from actors.agents import Wait
 from actors.chat import Remark
 from actors.history import ASK, PLACEHOLDER, UNSHOWN, Rules, check_room
 from actors.rollout import run_rollout
 from common.record import chains, full_prompt, segments
 from common.types import ContextKind, ContextPolicy, Finish, Limits, Message, Source, Status, StepKind
 from common.validate import check
+from common.waits import Wait
 from tests.actors.contexts import CALL, CODEC, LIMITS, numbered, sane, shown, spell, under
 from tests.actors.servers import ScriptedDomain, assignment, env_server, play, ready, toy_parts
 from tests.actors.toy import CHATML, VOCABULARY, Toy, toy_chat

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from actors.agents import Wait
 from actors.engines import NEUTRAL, Engines, EngineUnavailable, Generation, Request
 from actors.places import PlaceRules
 from actors.rollout import run_rollout
 from common.seeds import turn_seed
 from common.types import EngineInfo, Finish, Status, VersionRun, ids_array
 from common.validate import Vocabulary
+from common.waits import Wait
 from learner.engine_api import EngineApi
 from tests.actors.servers import ScriptedDomain, answer, assignment, env_server, play, prompts, ready, toy_parts, turns
 from tests.actors.toy import toy_chat
@@ -140,7 +140,7 @@ async def client(*engines: FakeEngine, timeout_s: float = 20.0, concurrency: int
 
 
 async def ask(engines: Engines, rid: str = "r", most: int = 4) -> Generation:
-    async with engines.places.take((), "main", lambda name, on: None) as engine:
+    async with engines.places.take((), "main", lambda name, on, why: None) as engine:
         return await engines.generate(engine, Request(rid, np.array([5], np.int32), most, 1.0, (), 1))
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from actors.agents import Wait
 from actors.places import LONGEST_REST_S, NoEngine, PlaceRules, Places
 from actors.rollout import run_rollout
 from common.types import EngineInfo, Status
+from common.waits import Wait
 from tests.actors.servers import ScriptedDomain, assignment, env_server, toy_parts
 from tests.processes import eventually
 
@@ -33,7 +33,7 @@ class Client:
     def __init__(self, stack: AsyncExitStack, rules: PlaceRules, *rows: tuple[str, int], index: int = 0) -> None:
         self.places = Places(rules, index)
         self.stack = stack
-        self.told: list[tuple[str, str]] = []
+        self.told: list[tuple[str, str, str]] = []
         stack.callback(self.places.close)
         self.places.update(table(*rows))
 
@@ -69,7 +69,7 @@ async def test_only_engines_that_are_ready_with_published_weights_are_used(stack
     client = Client(stack, PlaceRules(4), ("ready", 0), ("updating", 2), ("quarantined", 2))
     asking = asyncio.create_task(client.take("engine-1"))
     assert await waiting(asking)
-    assert client.told == [("engine.ready", client.places.states())]
+    assert client.told == [("engine.ready", "engines of main", client.places.states())]
     client.places.update(table(("ready", 0), ("ready", 3), ("quarantined", 2)))
     assert await asking == "engine-1"
 
@@ -93,7 +93,7 @@ async def test_places_are_given_in_the_order_of_asking(stack: AsyncExitStack) ->
     order: list[int] = []
 
     async def ask(number: int) -> None:
-        async with places.take((), "main", lambda name, on: None):
+        async with places.take((), "main", lambda name, on, why: None):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -111,7 +111,7 @@ async def test_a_full_pool_is_waited_for_by_name(stack: AsyncExitStack) -> None:
     async with client.places.take((), "main", Wait().set):
         asking = asyncio.create_task(client.take())
         assert await waiting(asking)
-        assert client.told == [("engine.place", "1 requests in flight at each of engine-0")]
+        assert client.told == [("engine.place", "engines of main", "1 requests in flight at each of engine-0")]
     assert await asking == "engine-0"
 
 
@@ -195,10 +195,10 @@ async def test_a_wait_for_a_place_becomes_one_for_an_engine(stack: AsyncExitStac
         asking = asyncio.create_task(client.take())
         assert await waiting(asking)
         client.places.update(table(("quarantined", 1)))
-        assert [name for name, _ in client.told] == ["engine.place", "engine.ready"]
+        assert [name for name, *_ in client.told] == ["engine.place", "engine.ready"]
         client.places.update(table(("ready", 1)))
         client.places.failed("engine-0", begun=float("inf"))
-        assert [name for name, _ in client.told] == ["engine.place", "engine.ready"] * 2
+        assert [name for name, *_ in client.told] == ["engine.place", "engine.ready"] * 2
         client.places.update(table(("ready", 1)))
         assert await waiting(asking)
     await eventually(asking.done)
@@ -220,7 +220,7 @@ async def test_whoever_waits_for_a_full_pool_goes_to_the_other_one_when_its_engi
         asking = asyncio.create_task(client.take(pool="stale", otherwise="main"))
         staying = asyncio.create_task(client.take(pool="stale"))
         assert await waiting(asking)  # it is full, and ready
-        assert client.told == [("engine.place", "1 requests in flight at each of engine-1")] * 2
+        assert client.told == [("engine.place", "engines of stale", "1 requests in flight at each of engine-1")] * 2
         client.places.update(two_pools("updating"))
         assert await asking == "engine-0"
         assert await waiting(staying)
@@ -236,6 +236,6 @@ async def test_a_pool_without_a_ready_engine_is_left_at_once_and_the_wait_for_th
         assert await client.take(pool="stale", otherwise="main") == "engine-0"
         asking = asyncio.create_task(client.take(pool="stale", otherwise="main"))
         assert await waiting(asking)
-        assert client.told == [("engine.place", "1 requests in flight at each of engine-0")]
+        assert client.told == [("engine.place", "engines of main", "1 requests in flight at each of engine-0")]
         asking.cancel()
         await asyncio.wait([asking])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from actors.agents import Wait
 from actors.rollout import run_rollout
 from common.seeds import turn_uses_stale_pool
 from common.types import Assignment, EngineInfo, Finish, VersionRun
+from common.waits import Wait
 from learner.assignments import origins_of
 from learner.rollouts import Origin
 from tests.actors.servers import ScriptedDomain, answer, assignment, env_server, toy_parts, turns

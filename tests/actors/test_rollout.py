@@ -9,13 +9,13 @@ import grpc
 import numpy as np
 import pytest
 
-from actors.agents import Wait
 from actors.codec import decode_bytes
 from actors.envs import Envs
 from actors.rollout import run_rollout
 from common.record import full_prompt, segments
 from common.types import ContextKind, EngineInfo, Finish, Limits, Source, Status, Task, VersionRun
 from common.validate import check
+from common.waits import Wait
 from learner.ledger import Ledger
 from learner.rollouts import Kind
 from tests.actors.servers import (
@@ -171,7 +171,7 @@ async def test_an_environment_that_never_answers_is_a_failure_whatever_was_earne
     with FakeEngine(reply=lambda prompt, sampling: [7, 2]) as engine:
         record = await play(assignment(["he", "slow 3", "he"], Limits(8, 300, 0.5)), engine, domain=ScriptedDomain(blocking=True))
     assert (record.status, record.total_reward) == (Status.FAILED, 0.0)
-    assert record.flags[0].startswith("reason:deadline: env.step 127.0.0.1:")
+    assert record.flags == ("reason:deadline: env.step env-scripted-0 after 1 s",)
 
 
 async def test_deadline_without_an_engine_is_a_failure_that_names_the_wait() -> None:
@@ -181,7 +181,7 @@ async def test_deadline_without_an_engine_is_a_failure_that_names_the_wait() -> 
             wait = Wait()
             record = await run_rollout(assignment(["he"], Limits(8, 300, 0.3)), parts, wait)
     assert record.status == Status.FAILED
-    assert record.flags == ("reason:deadline: engine.ready engine-0 starting version 0 loading after 0.6 s",)
+    assert record.flags == ("reason:deadline: engine.ready engines of main (engine-0 starting version 0 loading) after 0.6 s",)
 
 
 @pytest.mark.parametrize("huge", [{"texts": ["huge", "he"]}, {"texts": ["he"], "times": 17 * 2**19}])

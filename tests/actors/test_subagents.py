@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from actors.agents import Wait
 from actors.history import PLACEHOLDER
 from actors.rollout import run_rollout
 from common.record import chains, full_prompt, segments
@@ -23,6 +22,7 @@ from common.types import (
     ToolOutcome,
     Trajectory,
 )
+from common.waits import Wait
 from tests.actors.contexts import CODEC, numbered, sane, shown, spell, under
 from tests.actors.servers import ScriptedDomain, ScriptedEnv, assignment, env_server, play, ready, toy_parts
 from tests.actors.toy import Toy, toy_chat

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.agents import Wait
 from actors.chat import Chat, Context
 from actors.codec import ModelFiles, decode
 from actors.conversation import Conversation
@@ -19,6 +18,7 @@ from actors.toolcalls.turns import TurnParser
 from common.record import Segment, segments
 from common.types import Finish, Limits, Status, Task, Trajectory, VersionRun
 from common.validate import Vocabulary
+from common.waits import Wait
 from envserver.env import Domain, Env
 from envserver.toolenv import ToolEnv, ToolResult, Tools
 from tests.actors.servers import assignment, env_server, parts_of, ready

@@ -247,7 +247,7 @@ class World:
         assert not self.book.trained & {r.id for r in self.control.ledger.rollouts(Kind.RL) if r.state is not State.TRAINED}
         groups = [group for group in self.control.ledger.groups.values() if group.kind is Kind.RL]
         assert len(groups) <= (MAX_LAG + 1) * 2
-        numbers = [task.n for domain in self.control.sampler.statistics.values() for task in domain.values()]
+        numbers = [task.n for domain in self.control.dispatch.sampler.statistics.values() for task in domain.values()]
         assert sum(numbers) == self.book.recorded
         for rollout in self.control.ledger.rollouts(Kind.RL):
             if rollout.state is State.WAITING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -203,36 +202,3 @@ def test_071_finish_wakes_the_waiting_and_every_open_rollout_is_cancelled(tmp_pa
     counts = control.counts()
     assert counts == {"dispatched": 8, "open": 0, "trained": 0, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 8}
     assert len(control.renew("actor-0", [(a.rollout_id, a.attempt) for a in out], [], {})) == 8
-
-
-def test_a_wait_names_what_it_waits_for(tmp_path):
-    control, clock, events = started(tmp_path)
-    assert control.take(0) is None
-    assert control.status()["sentence"] == "learner waits for 2 groups of any domain: no actor has called"
-    assigned = lease(control, 4)
-    clock.now = 6.5
-    assert control.take(0) is None
-    assert control.take(0) is None  # told once, not at every look
-    status = control.status()
-    assert status["sentence"] == "learner waits for 2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
-    on = "2 groups of toy: oldest rollout 1-g000000-0 on actor-0 for 6.5 s"
-    assert status["waits"][0] == {"owner": "learner", "name": "take", "on": on, "seconds": 6.5, "deadline": 5.0}  # stall_s
-    assert [event["why"] for event in events.of("stall")] == [status["sentence"]]
-    wait = {"owner": assigned[0].rollout_id, "name": "env.step", "on": "toy-0", "seconds": 4.0, "deadline": 30.0}
-    control.renew("actor-0", [(a.rollout_id, 1) for a in assigned], [wait], {})
-    clock.now = 7.0
-    assert control.status()["waits"][1] == wait | {"seconds": 4.5}
-    lease(control, 0)  # says nothing about waits: they are as old as they were
-    assert control.status()["waits"][1] == wait | {"seconds": 4.5}
-    assert control.status()["actors"] == [{"id": "actor-0", "running": 4, "age_s": 0.5}]
-    control.set_engines([engine(1, "quarantined", "canary")])
-    for a in assigned:
-        hand_in(control, trajectory(a))
-    batch = control.take(0)
-    assert control.status()["sentence"] == "learner trains update 1 on 2 groups"
-    control.commit(batch)
-    control.take(0)
-    assert control.status()["sentence"].endswith(
-        "no engine has young enough weights: engine-0 is quarantined at version 1 (canary)"
-    )
-    assert json.loads(json.dumps(control.status()))["rollouts"]["trained"] == 4

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.agents import Wait
 from actors.engines import EngineUnavailable, Request
 from actors.rollout import run_rollout
 from common import keys
 from common.record import segments
 from common.types import EngineInfo, Limits, Status, ids_array
 from common.validate import Vocabulary, check
+from common.waits import Wait
 from learner.assignments import pairs_of
 from learner.proofs import Verdict
 from learner.publisher import EnginesRefuse

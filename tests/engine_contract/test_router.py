@@ -109,7 +109,7 @@ class Run:
 
     async def ask(self, rid: str = "r", most: int = 4, ids: list[int] | None = None) -> Generation:
         self.client.places.update([self.row])
-        async with self.client.places.take("router", "main", lambda name, on: None) as chosen:
+        async with self.client.places.take("router", "main", lambda name, on, why: None) as chosen:
             request = Request(rid, np.asarray(ids or [5, 6], np.int32), most, 1.0, (3,), 4_000_000_000)
             return await self.client.generate(chosen, request)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +62,19 @@ class Stage:
         (self.folder / "script.json").write_text(json.dumps(script))
         (self.folder / "starts.jsonl").unlink(missing_ok=True)
 
-    def start(self, *arguments: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
+    def in_terminal(self, *arguments: str) -> "subprocess.Popen[str]":
+        """The launcher in a terminal of its own: stdin is what is typed, stdout what is shown, then how it left the terminal."""
+        program = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
+        shell = ["sh", "-c", 'trap : INT; "$@"; echo "status $?"; stty -a', "sh"]
+        return self.start(*arguments, stdin=subprocess.PIPE, before=[*program, *shell])
+
+    def start(
+        self,
+        *arguments: str,
+        stdout: int = subprocess.PIPE,
+        stdin: int = subprocess.DEVNULL,
+        before: Sequence[str] = (),
+    ) -> "subprocess.Popen[str]":
         environment = {
             **os.environ,
             "TERM": "xterm",
@@ -70,10 +83,10 @@ class Stage:
             "PYTHONPATH": str(REPOSITORY),
         }
         process = subprocess.Popen(
-            [sys.executable, str(RUN_FAKE), *arguments],
+            [*before, sys.executable, str(RUN_FAKE), *arguments],
             cwd=self.folder,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,

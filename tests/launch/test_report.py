@@ -23,10 +23,11 @@ FULL = {
         {"name": "engine-0", "pool": "main", "state": "ready", "version": 13, "reason": ""},
         {"name": "engine-1", "pool": "stale", "state": "quarantined", "version": 12, "reason": "canary off by 0.3"},
     ],
-    "actors": [{"id": "actor-0", "running": 256, "age_s": 0.84}],
-    "waits": [
-        {"owner": "1-g000004-2", "name": "env.step", "on": "env-frozenlake-0", "seconds": 3.0, "deadline": 30.0},
-        {"owner": "learner", "name": "take", "on": "3 groups of frozenlake", "seconds": 12.06, "deadline": 120.0},
+    "actors": [{"id": "actor-0", "running": 256, "age_s": 0.84, "outcome/STORED": 9.0, "outcome/LOST": 2.0}],
+    "waits": [{"owner": "learner", "name": "take", "on": "1-g000004-2", "seconds": 12.06, "deadline": 120.0}],
+    "stall": [
+        "root cause: env-frozenlake-0 has been silent for 94 s",
+        "learner waits for 3 groups of frozenlake: rollout 1-g000004-2 on actor-0 waits for env-frozenlake-0 (env.step)",
     ],
     "evals": [
         {"phase": "warm", "version": 1, "mode": "greedy", "domain": "frozenlake", "success": 0.5, "n": 128, "ci95": [0.41, 0.59]}
@@ -37,16 +38,14 @@ FULL = {
 
 def test_status_in_sentences():
     assert words.sentences(FULL) == [
-        "learner waits for 3 groups",
+        *FULL["stall"],
         "Phase rl, update 12/30.",
         "Success in training: frozenlake 0.625.",
         "Off-policy: lag 0.40 mean, 2 max (updates).",
         "Speed: 3,120 sampled tokens/s.",
         "Rollouts: 5,000 dispatched, 500 open, 4,400 trained, 64 filtered, 32 stale, 3 failed, 1 cancelled.",
         "Engines: engine-0 ready, version 13; engine-1 (stale pool) quarantined, version 12 (canary off by 0.3).",
-        "Actors: actor-0 runs 256 rollouts, heard 0.8 s ago.",
-        "Waits: learner waits for 3 groups of frozenlake for 12.1 s of 120 s; "
-        "1-g000004-2 waits for env-frozenlake-0 for 3.0 s of 30 s.",
+        "Actors: actor-0 runs 256 rollouts, heard 0.8 s ago, 2 lost.",
         "eval warm: frozenlake 0.500 [0.410, 0.590] greedy, n 128, version 1.",
     ]
 
@@ -72,7 +71,9 @@ anything = st.recursive(
     max_leaves=5,
 )
 rows = st.lists(
-    st.dictionaries(st.sampled_from(sorted({key for k in ("engines", "waits", "evals") for key in FULL[k][0]})), anything)
+    st.dictionaries(
+        st.sampled_from(sorted({key for k in ("engines", "waits", "evals", "actors") for key in FULL[k][0]})), anything
+    )
 )
 
 

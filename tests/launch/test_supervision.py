@@ -265,6 +265,32 @@ def test_a_terminal_gets_the_live_table(stage):
     assert "done after" in text
 
 
+def test_every_wait_is_shown_when_s_is_typed_and_the_terminal_is_as_before_afterwards(stage):
+    """The table has room for six of them; Ctrl-C stays what it is."""
+    lines = [f"wait number {n}" for n in range(1, 9)]
+    (stage.folder / "report.json").write_text(json.dumps({"phase": "rl", "update": 2, "updates": 30, "stall": lines}))
+    stage.play({"learner": ["report never:1"]})
+    process = stage.in_terminal("local", str(stage.config))
+    shown = ""
+
+    def show(wanted: str) -> None:
+        nonlocal shown
+        while wanted not in shown:
+            chunk = os.read(process.stdout.fileno(), 65536)
+            assert chunk, shown
+            shown += chunk.decode(errors="replace")
+
+    show("wait number 6")
+    assert "wait number 7" not in shown
+    os.write(process.stdin.fileno(), b"xs")
+    show("wait number 8")
+    os.write(process.stdin.fileno(), b"\x03")
+    show("status 130")
+    show(" echo ")
+    assert "-icanon" not in shown.partition("status 130")[2]
+    stage.finish(process)
+
+
 def read_terminal(terminal: int) -> bytes:
     """What was written to it; nothing once the other side is closed (Linux answers EIO)."""
     try:
@@ -280,8 +306,17 @@ def test_status_of_a_running_and_an_ended_run(stage):
     process = stage.start("local", str(stage.config))
     stage.wait_started(*ALL)
     until(lambda: "waits for 3 groups" in stage.launch("status", "demo").out, "the status to be answered")
+    stopped = stage.started("learner")[0]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    said = stage.launch("status", "demo")
+    os.kill(stopped, signal.SIGCONT)
+    assert said.code == 0
+    assert said.out.startswith(f"{stage.run} is running; its learner does not answer (it starts, compiles, restarts or hangs)")
+    assert f"learner (process {stopped}) is stopped (SIGSTOP); its log is " in said.out
+    assert "actor-0 (process " in said.out
     process.terminate()
     assert stage.finish(process).code == 143
     ended = stage.launch("status", "demo")
     assert ended.code == 0
     assert "has finished; no checkpoint" in ended.out
+    assert "process" not in ended.out

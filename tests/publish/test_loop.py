@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.config import RunConfig
+from common.waits import Waits
 from learner import main
 from learner.__main__ import is_disk
 from learner.batch import Batch, Lag
@@ -25,6 +26,7 @@ class Control:
     """Records what the loop does. `done` warm updates were made before a resume."""
 
     def __init__(self, done=0, results=()):
+        self.waits = Waits()
         self.deliveries = {"stored": 0}
         self.results = list(results)  # of the evaluations to come; none: all are late
         self.ledger = SimpleNamespace(warm_update=done)

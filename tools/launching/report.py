@@ -7,6 +7,8 @@ from typing import Any
 from common.addresses import STALE
 
 Report = dict[str, Any]
+ALL = 1_000
+LEAVINGS = {"lost": "outcome/LOST", "refused": "outcome/REFUSED"}  # what should not become of an actor's rollouts
 OUTCOMES = ("dispatched", "open", "trained", "filtered", "stale", "failed", "cancelled")
 
 
@@ -46,18 +48,9 @@ def outcomes(report: Report, zeros: bool = False) -> str:
 
 
 def waits(report: Report, most: int = 6) -> list[str]:
-    """What each process waits for, the longest wait first."""
-
-    def seconds(row: dict[str, Any]) -> float:
-        value = row.get("seconds")
-        return float(value) if isinstance(value, int | float) else 0.0
-
-    longest = sorted(rows(report, "waits"), key=seconds, reverse=True)[:most]
-    return [
-        f"{row.get('owner', '?')} waits for {row.get('on') or row.get('name', '?')}"
-        f" for {number(row.get('seconds'), 1)} s of {number(row.get('deadline'), 0)} s"
-        for row in longest
-    ]
+    """The wait-for graph: the root cause, what the learner waits for, then the longest waits."""
+    said = report.get("stall")
+    return [str(line) for line in said[:most]] if isinstance(said, list) else []
 
 
 def engines(report: Report) -> list[str]:
@@ -71,6 +64,7 @@ def engines(report: Report) -> list[str]:
 def actors(report: Report) -> list[str]:
     return [
         f"{row.get('id', '?')} runs {number(row.get('running'))} rollouts, heard {number(row.get('age_s'), 1)} s ago"
+        + "".join(f", {number(row[key])} {word}" for word, key in LEAVINGS.items() if row.get(key))
         for row in rows(report, "actors")
     ]
 
@@ -100,7 +94,7 @@ def line(report: Report) -> str:
 def sentences(report: Report) -> list[str]:
     """The whole report, for `status`."""
     said = report.get("sentence")
-    lines = [str(said)] if said else []
+    lines = waits(report, ALL) or ([str(said)] if said else [])
     lines.append(f"Phase {report.get('phase', '?')}, {progress(report)}.")
     if table(report, "success"):
         lines.append(f"Success in training: {success(report)}.")
@@ -110,7 +104,7 @@ def sentences(report: Report) -> list[str]:
         lines.append(f"Speed: {number(report['tokens_per_s'])} sampled tokens/s.")
     if outcomes(report):
         lines.append(f"Rollouts: {outcomes(report)}.")
-    for title, entries in (("Engines", engines(report)), ("Actors", actors(report)), ("Waits", waits(report, 20))):
+    for title, entries in (("Engines", engines(report)), ("Actors", actors(report))):
         if entries:
             lines.append(f"{title}: {'; '.join(entries)}.")
     return lines + [f"{evaluation(row)}." for row in rows(report, "evals")]

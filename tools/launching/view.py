@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from common.config import RunConfig
 from tools.launching import report as words
+from tools.launching.keys import Keys
 from tools.launching.report import Report
 
 if TYPE_CHECKING:
     from common.wire import Tls  # gRPC takes a while to import: only those who ask the learner pay for it
 
 PERIOD_S = 1.0
+STALL_KEY = "s"
 QUIET_S = 30.0  # plain output says what is waited for when nothing else happened for so long
 
 
@@ -111,7 +113,7 @@ class PlainView:
 
 
 class LiveView:
-    """A table that is redrawn once a second; messages scroll above it."""
+    """A table that is redrawn once a second; messages scroll above it, and the wait-for graph when `s` is typed."""
 
     def __init__(self, poller: Poller, title: str) -> None:
         from rich.console import Console
@@ -121,14 +123,17 @@ class LiveView:
         self._console = Console()
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._drawn = 0.0
+        self._keys = Keys()
 
     def __enter__(self) -> Self:
         self._poller.start()
+        self._keys.__enter__()
         self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.stop()
+        self._keys.__exit__(kind, error, trace)
         self._poller.stop()
 
     def say(self, text: str) -> None:
@@ -136,9 +141,17 @@ class LiveView:
 
     def refresh(self, states: dict[str, str]) -> None:
         now = time.monotonic()
+        if STALL_KEY in self._keys.pressed():
+            self.say("\n".join(waiting(self._poller.report, self._poller.reachable, words.ALL)))
         if now - self._drawn >= PERIOD_S:
             self._drawn = now
             self._live.update(picture(self._title, self._poller.report, self._poller.reachable, states), refresh=True)
+
+
+def waiting(report: Report, reachable: bool, most: int = 6) -> list[str]:
+    if not reachable:
+        return ["the learner does not answer (it starts, compiles or restarts); `launch.py status` says what its folder knows"]
+    return words.waits(report, most) or [str(report.get("sentence", "nobody waits"))]
 
 
 def picture(title: str, report: Report, reachable: bool, states: dict[str, str]) -> Any:  # a rich renderable
@@ -153,7 +166,6 @@ def picture(title: str, report: Report, reachable: bool, states: dict[str, str])
     if isinstance(update, int) and isinstance(updates, int) and updates > 0:
         grid.add_row(Text(words.progress(report)), ProgressBar(total=updates, completed=min(update, updates), width=50))
     speed = f"{words.number(report['tokens_per_s'])} tokens/s" if "tokens_per_s" in report else ""
-    waiting = words.waits(report) if reachable else ["the learner does not answer (it starts, compiles or restarts)"]
     entries = [
         ("phase", [str(report.get("phase", "starting"))]),
         ("success", [words.success(report)]),
@@ -163,13 +175,13 @@ def picture(title: str, report: Report, reachable: bool, states: dict[str, str])
         ("engines", words.engines(report)),
         ("actors", words.actors(report)),
         ("evaluations", [words.evaluation(row) for row in words.rows(report, "evals")[-3:]]),
-        ("waits", waiting),
+        ("waits", waiting(report, reachable)),
         ("processes", [", ".join(f"{name} {state}" for name, state in states.items())]),
     ]
     for name, lines in entries:
         if any(lines):
             grid.add_row(Text(name, style="bold"), Text("\n".join(lines)))
-    return Panel(grid, title=title, title_align="left")
+    return Panel(grid, title=title, title_align="left", subtitle=f"{STALL_KEY}: every wait", subtitle_align="right")
 
 
 def make_view(poller: Poller, title: str) -> PlainView | LiveView:
