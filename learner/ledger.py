@@ -77,8 +77,8 @@ class Ledger:
         return bound - sum(group.kind is kind for group in self.groups.values())
 
     def open(self, kind: Kind, task: Task, *seed_parts: int | str, stage: int = 0) -> Group:
-        """A new group with its fixed plan. Seeds come from kind, ordinal and member, or from `seed_parts` and the member; not from
-        the incarnation, so that a resumed run asks for what an uninterrupted one would have asked for."""
+        """A new group with its fixed plan. Seeds come from kind, ordinal and member, or from `seed_parts` and the member;
+        not from the incarnation, so that a resumed run asks for what an uninterrupted one would have asked for."""
         ordinal = self._next[kind]
         self._next[kind] += 1
         group = Group(f"{self.incarnation}-{kind.value}{ordinal:06d}", kind, ordinal, task, stage=stage)
