@@ -59,7 +59,7 @@ def test_groups_without_signal_are_refilled_and_seen_by_the_sampler(tmp_path):
     assert control.take(0) is None
     assert control.reasons() == {"filtered": {"no_signal": 4}}
     assert control.status()["sentence"].startswith(
-        "learner waits for 1 groups of any domain (2 were filtered for equal rewards since the last update)"
+        "learner waits for 1 group of any domain (2 were filtered for equal rewards since the last update)"
     )
     assert len(control._stored) == 2
     assert sum(x.n for x in control.dispatch.sampler.statistics["toy"].values()) == 6
