@@ -32,6 +32,7 @@ class Launched:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)  # on top of ours
     root: Path = REPOSITORY  # its packages are the programs
+    config: Path = TINY
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -40,12 +41,12 @@ class Launched:
 
     @property
     def run(self) -> Path:
-        return self.runs / "tiny"
+        return self.runs / self.config.stem
 
     # ---- launchers -----------------------------------------------------------------------------------------
 
     def start(self, verb: str, *arguments: str) -> None:
-        target = str(TINY) if verb == "local" else "tiny"
+        target = str(self.config) if verb == "local" else self.run.name
         command = [sys.executable, str(self.root / "tools" / "launch.py"), verb, target, "--runs", str(self.runs), *arguments]
         with (self.folder / f"launcher-{len(self.launchers)}.txt").open("wb") as out:
             process = subprocess.Popen(
