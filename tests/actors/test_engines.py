@@ -49,7 +49,7 @@ async def test_an_engine_that_restarts_serves_again_once_it_has_weights() -> Non
     assert record.metrics["engine_retries"] == 1
 
 
-async def test_an_aborted_turn_goes_on_after_its_tokens() -> None:
+async def test_067_074_075_an_aborted_turn_goes_on_after_its_tokens() -> None:
     with FakeEngine(reply=lambda prompt, sampling: [6, 2]) as engine:
         older = [{"version": "3", "start": 0, "end": 2}]
         engine.script("/generate", Answer(200, answer([7, 5], "abort", weight_versions=older)))
@@ -216,7 +216,7 @@ async def test_a_pause_that_takes_too_long_gives_back_what_was_sampled_before_it
         assert part.ids
 
 
-async def test_an_abort_of_all_gives_back_what_there_is() -> None:
+async def test_073_an_abort_of_all_gives_back_what_there_is() -> None:
     with FakeEngine(reply=endless, token_s=0.01) as engine:
         async with client(engine) as engines:
             asking = [asyncio.create_task(ask(engines, f"r{n}", 300)) for n in range(4)]

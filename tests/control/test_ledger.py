@@ -250,7 +250,7 @@ def test_069_lag_zero_means_one_policy_and_ten_updates_are_lag_ten():
     assert ledger.lag(77) > 10**8  # never published
 
 
-def test_restart_issues_over_age_rollouts_again_until_attempts_run_out():
+def test_079_restart_issues_over_age_rollouts_again_until_attempts_run_out():
     ledger = make(max_lag=0, on_stale="restart")
     rollouts = lease(ledger, 4)
     for rollout in rollouts:
