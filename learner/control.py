@@ -182,16 +182,19 @@ class Control:
     # ---- checkpoints -------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """This moment, as JSON. Delivered rollouts are named by their place in the spool, whose files are synced here."""
+        """This moment, as JSON. Delivered rollouts are named by their place in the spool, whose files are synced here, while
+        actors go on."""
         with self._changed:
             self._inbox.rotate()
-            return {
+            state = {
                 "ledger": self.ledger.state(),
                 "sampler": self.sampler.state(),
                 "spool": sorted({r.place[0] for r in self.ledger.rollouts(*TRAINING) if r.place[0]}),
                 "evals": self.evaluation.results,
                 "tokens": dict(self.tokens),
             }
+        self._inbox.sync()
+        return state
 
     def committed(self, state: dict[str, Any]) -> None:
         """A checkpoint with `state` is on disk: spool files that neither it, nor a kept one, nor an open rollout needs go."""
