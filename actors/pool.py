@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from actors.agents import Parts, Wait
@@ -13,13 +14,15 @@ from actors.learner_client import Key, Learner, LearnerAway
 from actors.rollout import run_rollout
 from actors.tape import Tape
 from common.proto import rl_pb2 as pb
-from common.types import Assignment
+from common.types import Assignment, Trajectory
 
 log = logging.getLogger("actors.pool")
 
 RENEW_S = 2.0
 LEASE_PAUSE_S = 0.02  # between two leases: slots that free together are leased together
 LONGEST_PAUSE_S = 2.0
+
+Play = Callable[[Assignment, Parts, Wait], Awaitable[Trajectory]]  # never raises but CancelledError
 
 
 @dataclass(eq=False)
@@ -33,12 +36,14 @@ class Slot:
 
 
 class Pool:
-    """At most `slots` rollouts at once. `run` ends when the learner has no more work, or after `stop`."""
+    """At most `slots` rollouts at once. `run` ends when the learner has no more work, or after `stop`. `play` is how a rollout is
+    made: a pool leases, renews and delivers whatever its rollouts do meanwhile."""
 
-    def __init__(self, learner: Learner, parts: Parts, slots: int) -> None:
+    def __init__(self, learner: Learner, parts: Parts, slots: int, play: Play = run_rollout) -> None:
         self._learner = learner
         self._parts = parts
         self._slots = slots
+        self._run_rollout = play
         self._running: dict[Key, Slot] = {}
         self._freed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -109,7 +114,7 @@ class Pool:
         task.add_done_callback(lambda task: self._free(key, task))
 
     async def _play(self, assignment: Assignment, incarnation: int, wait: Wait) -> None:
-        trajectory = await run_rollout(assignment, self._parts, wait)
+        trajectory = await self._run_rollout(assignment, self._parts, wait)
         wait.set("deliver", self._learner.address)
         try:
             word = await self._learner.deliver(trajectory, incarnation)

@@ -212,6 +212,8 @@ def by_deliver(folder: Path, tokens: int, count: int, seconds: float) -> Rate:
     control = standins.control_plane(standins.config({"limits": limits}, algorithm=algorithm, **tables), folder)
     trainer = threading.Thread(target=train, args=(control,))
     with standins.served(control) as address, actors(count, deliver, address, tokens) as running:
+        standins.publish(control, 1, 0)
+        control.start_rl()
         trainer.start()
         try:
             return window(lambda: control.deliveries["stored"], lambda: len(control.actors), seconds, running)

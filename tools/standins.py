@@ -3,7 +3,8 @@ say they were sampled by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ def config(domain: dict[str, Any], **tables: Any) -> RunConfig:
     return RunConfig.model_validate({"domains": [{"name": DOMAIN, **domain}], **tables})
 
 
-def control_plane(config: RunConfig, folder: Path) -> Control:
+def control_plane(config: RunConfig, folder: Path, clock: Callable[[], float] = time.monotonic) -> Control:
     """Incarnation 1; its tasks have no content, its events are not kept."""
     tasks = {split: [Task(DOMAIN, f"{split}-{i}", i, {}) for i in range(128)] for split in ("train", "heldout")}
-    return Control(config, {DOMAIN: tasks}, folder, 1, VOCABULARY, lambda kind, detail: None)
+    return Control(config, {DOMAIN: tasks}, folder, 1, VOCABULARY, lambda kind, detail: None, clock)
 
 
 def publish(control: Control, version: int, update: int) -> None:
@@ -41,11 +42,9 @@ def publish(control: Control, version: int, update: int) -> None:
 
 @contextmanager
 def served(control: Control) -> Iterator[str]:
-    """Its address, with version 1 published and rollouts to be had; no more of them, and no server, after the block."""
+    """Its address. After the block there are no more rollouts, and no server."""
     server, port = serve(control, "127.0.0.1:0")
     try:
-        publish(control, 1, 0)
-        control.start_rl()
         yield f"127.0.0.1:{port}"
     finally:
         control.finish()
