@@ -19,7 +19,7 @@ from common.types import Assignment, Trajectory
 log = logging.getLogger("actors.pool")
 
 RENEW_S = 2.0
-LEASE_PAUSE_S = 0.02  # between two leases: slots that free together are leased together
+LEASE_PAUSE_S = 0.005  # between two leases: slots that free together are leased together
 LONGEST_PAUSE_S = 2.0
 
 Play = Callable[[Assignment, Parts, Wait], Awaitable[Trajectory]]  # never raises but CancelledError

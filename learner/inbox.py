@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 
 MAGIC = b"PTS1"
@@ -31,7 +32,8 @@ class SpoolError(ValueError):
 class Inbox:
     """Spool files in `folder`, one open for appending. Not thread-safe, but for `sync`."""
 
-    def __init__(self, folder: Path, incarnation: int, rotate_bytes: int = ROTATE_BYTES) -> None:
+    def __init__(self, folder: Path, incarnation: int, checkpoints: int = 1, rotate_bytes: int = ROTATE_BYTES) -> None:
+        """Files that the newest `checkpoints` checkpoints need are kept."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._rotate_bytes = rotate_bytes
@@ -40,6 +42,7 @@ class Inbox:
         self._prefix, self._number = f"{incarnation:04d}", max(taken, default=-1)
         self._file = -1
         self._name, self._size = "", 0
+        self._needed: deque[list[str]] = deque(maxlen=checkpoints)  # files, by each of them
         self._syncing = threading.Lock()
         self._unsynced: deque[int] = deque()  # closed for appending; oldest first
 
@@ -82,9 +85,14 @@ class Inbox:
                 finally:
                     os.close(file)
 
+    def committed(self, names: list[str]) -> None:
+        """A checkpoint that needs these files is on disk."""
+        self._needed.append(names)
+
     def keep_only(self, names: Collection[str]) -> list[str]:
-        """Delete all other spool files but the open one; returns what went."""
-        gone = [path for path in self._folder.glob("*.spool") if path.name not in names and path.name != self._open_name]
+        """Delete all other spool files but those of checkpoints and the open one; returns what went."""
+        kept = {self._open_name, *names, *chain.from_iterable(self._needed)}
+        gone = [path for path in self._folder.glob("*.spool") if path.name not in kept]
         for path in gone:
             path.unlink()
         return sorted(path.name for path in gone)

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from learner import assignments
 from learner.rollouts import UNDELIVERED, Kind, Rollout, State
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def wait_sentence(control: Control, now: float) -> str:
         total = sum(len(x) for x in job.successes.values()) + sum(job.failed.values()) + len(job.rollouts)
         head = f"learner waits for {len(job.rollouts)} of {total} held-out rollouts ({job.mode}, version {job.version})"
         open_rollouts = [r for r in ledger.rollouts(Kind.EVAL) if r.state in UNDELIVERED]
-        blocked = "" if control.serves(job.version) else f"no engine serves version {job.version}"
+        blocked = "" if assignments.serves(control.engines, job.version) else f"no engine serves version {job.version}"
     else:
         kind = Kind.WARM if control.phase == "warm" else Kind.RL
         missing = max(0, ledger.need(kind) - len(ledger.ready(kind)))
@@ -91,7 +92,7 @@ def wait_sentence(control: Control, now: float) -> str:
         domains = Counter(g.task.domain for g in open_groups)
         head = f"learner waits for {missing} groups of {', '.join(sorted(domains)) or 'any domain'}"
         open_rollouts = [r for g in open_groups for r in g.rollouts if r.state in UNDELIVERED]
-        blocked = "" if kind is Kind.WARM or control.fresh_engine() else "no engine has young enough weights"
+        blocked = "" if kind is Kind.WARM or assignments.fresh(control.engines, ledger) else "no engine has young enough weights"
     return f"{head}: {_culprit(control, open_rollouts, blocked, now)}"
 
 

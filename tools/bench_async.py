@@ -3,9 +3,9 @@
     python tools/bench_async.py [--updates 80]
 
 Real: the control plane, its server, the calls of the training loop (take, commit, published), the actors' pool in a process of
-its own, the wire, the record and its rules, the spool. In place of generation a rollout sleeps for as long as chance says and then
-has a turn of TOKENS tokens, sampled evenly over that time, each by the version that was served at its moment; in place of an
-update the learner sleeps for as long as the SLOTS slots need on average for one batch. 8 groups of 8 rollouts make an update.
+its own, the wire, the record and its rules, the spool. In place of generation a rollout sleeps for as long as chance says, and
+then has a turn of TOKENS tokens, sampled evenly over that time, each by the version that was served at its moment; in place of
+an update the learner sleeps for as long as the SLOTS slots need on average for one batch. 8 groups of 8 rollouts make an update.
 
 Arms: `sync`, a batch is dispatched when the update before it is done; `one_ahead`, when that update begins; `lag1`, `lag2`,
 `lag4`, the ledger with learner.max_lag of so many updates. A rollout's duration depends on its seed alone, so that all arms play
