@@ -76,8 +76,9 @@ class _Partial:
 
 
 class LearnerService(rl_pb2_grpc.LearnerServiceServicer):
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, lease_wait_s: float = LEASE_WAIT_S) -> None:
         self._control = control
+        self._lease_wait_s = lease_wait_s
         self._partials = Partials()
         self._waiting = threading.BoundedSemaphore(LEASES_WAITING)
 
@@ -86,7 +87,7 @@ class LearnerService(rl_pb2_grpc.LearnerServiceServicer):
         wanted = min(LEASE_PART, request.capacity)
         patient = self._waiting.acquire(blocking=False)
         try:
-            leased = self._control.lease(request.actor_id, wanted, LEASE_WAIT_S if patient else 0.0, context.is_active)
+            leased = self._control.lease(request.actor_id, wanted, self._lease_wait_s if patient else 0.0, context.is_active)
         finally:
             if patient:
                 self._waiting.release()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import heapq
+import logging
 import math
 import multiprocessing
 import statistics
@@ -274,6 +275,7 @@ def act(address: str, table: str, served: Any, played_s: Any) -> None:
         for part in (engines, envs, summaries, learner):
             await part.close()
 
+    logging.getLogger("actors").setLevel(logging.ERROR)  # what is cancelled at the end is no news
     asyncio.run(work())
 
 

@@ -83,11 +83,13 @@ def turns(tokens: int, seed: int) -> tuple[Step, ...]:
                 prefix_len=tokens * index // TURNS,
                 context_ids=random.integers(0, standins.VOCABULARY.rows, context, np.int32),
                 context_spans=spans_of(
-                    [(4, ContextKind.TEMPLATE), (context - 8, ContextKind.OBSERVATION), (4, ContextKind.TEMPLATE)]
+                    [(2, ContextKind.TEMPLATE), (context - 4, ContextKind.OBSERVATION), (2, ContextKind.TEMPLATE)]
                 ),
                 action_ids=random.integers(0, standins.VOCABULARY.sampleable, action, np.int32),
                 action_logprobs=-random.exponential(size=action).astype(np.float32),
-                action_spans=spans_of([(action - 32, ActionKind.REASONING), (30, ActionKind.CALL), (2, ActionKind.TEXT)]),
+                action_spans=spans_of(
+                    [(action // 2, ActionKind.REASONING), (1, ActionKind.TEXT), (action - action // 2 - 1, ActionKind.CALL)]
+                ),
                 versions=(VersionRun(0, 1, standins.ENGINE, MAIN),),
                 kind=StepKind.ACT,
                 reward=float(index == TURNS - 1),
