@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from actors.agents import Parts
 from actors.learner_client import CALL_S, Key, Learner, LearnerAway
 from actors.rollout import run_rollout
 from actors.tape import Tape
-from common.types import Assignment
-from common.waits import LEARNER
+from common.types import Assignment, Trajectory
+from common.waits import LEARNER, Wait
 
 log = logging.getLogger("actors.pool")
 
 RENEW_S = 2.0
-LEASE_PAUSE_S = 0.02  # between two leases: slots that free together are leased together
+LEASE_PAUSE_S = 0.005  # between two leases: slots that free together are leased together
 LONGEST_PAUSE_S = 2.0
+
+Play = Callable[[Assignment, Parts, Wait], Awaitable[Trajectory]]  # never raises but CancelledError
 
 
 @dataclass(eq=False)
@@ -31,12 +34,14 @@ class Slot:
 
 
 class Pool:
-    """At most `slots` rollouts at once. `run` ends when the learner has no more work, or after `stop`."""
+    """At most `slots` rollouts at once. `run` ends when the learner has no more work, or after `stop`. `play` is how a rollout is
+    made: a pool leases, renews and delivers whatever its rollouts do meanwhile."""
 
-    def __init__(self, learner: Learner, parts: Parts, slots: int) -> None:
+    def __init__(self, learner: Learner, parts: Parts, slots: int, play: Play = run_rollout) -> None:
         self._learner = learner
         self._parts = parts
         self._slots = slots
+        self._run_rollout = play
         self._running: dict[Key, Slot] = {}
         self._freed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -108,7 +113,7 @@ class Pool:
 
     async def _play(self, assignment: Assignment, incarnation: int) -> None:
         with self._parts.waits.wait(assignment.rollout_id, "start", self._learner.actor_id, assignment.limits.deadline_s) as wait:
-            trajectory = await run_rollout(assignment, self._parts, wait)
+            trajectory = await self._run_rollout(assignment, self._parts, wait)
             try:
                 word = await self._learner.deliver(trajectory, incarnation, wait)
             except ValueError as error:  # too large for the wire

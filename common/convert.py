@@ -21,7 +21,9 @@ class ConvertError(ValueError):
 
 
 def to_bytes(array: np.ndarray, dtype: np.dtype) -> bytes:
-    return np.ascontiguousarray(array).astype(dtype, casting="same_kind", copy=False).tobytes()
+    if array.dtype != dtype:
+        array = array.astype(dtype, casting="same_kind")
+    return array.tobytes()
 
 
 def ids_to_bytes(ids: np.ndarray) -> bytes:
@@ -32,7 +34,8 @@ def ids_to_bytes(ids: np.ndarray) -> bytes:
 def from_bytes(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise ConvertError(f"{what}: {len(data)} bytes are not a whole number of {dtype.itemsize}-byte items")
-    return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="), copy=False)
+    array = np.frombuffer(data, dtype)  # a view: the bytes are not copied again
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def _json_loads(text: str, what: str) -> t.Json:

@@ -253,6 +253,8 @@ def ids_array(ids: Any) -> np.ndarray:
 
     Raises OverflowError if an id does not fit int32: ids are never narrowed silently.
     """
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and (not ids.size or ids.min() >= 0):
+        return ids  # nothing to narrow
     wide = np.asarray(ids, dtype=np.int64)
     if wide.size and (wide.min() < 0 or wide.max() > 2**31 - 1):
         bad = wide[(wide < 0) | (wide > 2**31 - 1)][0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from common.types import ActionKind, ContextKind, Finish, Source, Spans, Status,
 
 CONTEXT_KINDS = frozenset(map(int, ContextKind))
 ACTION_KINDS = frozenset(map(int, ActionKind))
+SOURCES, STEP_KINDS, FINISHES = frozenset(map(int, Source)), frozenset(map(int, StepKind)), frozenset(map(int, Finish))
 LOGPROB_SLACK = 1e-4  # a log-softmax in float32 may come out a little above 0
 
 
@@ -57,12 +60,12 @@ def _identity(t: Trajectory, _: Vocabulary) -> Iterator[str]:
 
 
 def _enums(t: Trajectory, _: Vocabulary) -> Iterator[str]:
-    if t.source not in tuple(Source):
+    if t.source not in SOURCES:
         yield f"source is {t.source}"
     if t.status not in (Status.TERMINATED, Status.TRUNCATED, Status.FAILED):
         yield f"status is {t.status!r}, it must be TERMINATED, TRUNCATED or FAILED"
     for index, step in enumerate(t.steps):
-        if step.kind not in tuple(StepKind) or step.finish not in tuple(Finish):
+        if step.kind not in STEP_KINDS or step.finish not in FINISHES:
             yield f"step {index}: kind {step.kind}, finish {step.finish}"
 
 
@@ -108,17 +111,29 @@ def _parents(t: Trajectory, _: Vocabulary) -> Iterator[str]:
 
 
 def _vocabulary(t: Trajectory, vocabulary: Vocabulary) -> Iterator[str]:
-    places = [("tail", t.tail_ids, vocabulary.rows)]
-    for index, step in enumerate(t.steps):
-        places.append((f"step {index} context", step.context_ids, vocabulary.rows))
-        places.append((f"step {index} action", step.action_ids, vocabulary.sampleable))
+    context = [t.tail_ids, *[step.context_ids for step in t.steps]]
+    action = [step.action_ids for step in t.steps]
+    if _all_below(context, vocabulary.rows) and _all_below(action, vocabulary.sampleable):
+        return  # else: where?
+    names = ["tail", *[f"step {index} context" for index in range(len(t.steps))]]
+    places = [(name, ids, vocabulary.rows) for name, ids in zip(names, context, strict=True)]
+    places += [(f"step {index} action", ids, vocabulary.sampleable) for index, ids in enumerate(action)]
     for name, ids, bound in places:
-        if len(ids) and (ids.min() < 0 or ids.max() >= bound):
-            bad = ids[(ids < 0) | (ids >= bound)][0]
-            yield f"{name}: id {bad} is outside 0..{bound - 1}"
+        wrong = (ids < 0) | (ids >= bound)
+        if wrong.any():
+            yield f"{name}: id {ids[wrong][0]} is outside 0..{bound - 1}"
+
+
+def _all_below(arrays: Sequence[np.ndarray], bound: int) -> bool:
+    """Whether all ids are in 0..bound-1. Many short arrays are checked as one; a negative int32, read as uint32, is large."""
+    ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+    return not len(ids) or int(ids.view(np.uint32).max()) < bound
 
 
 def _logprobs(t: Trajectory, _: Vocabulary) -> Iterator[str]:
+    logprobs = np.concatenate([step.action_logprobs for step in t.steps]) if t.steps else np.zeros(0, np.float32)
+    if not len(logprobs) or (logprobs.max() <= LOGPROB_SLACK and logprobs.min() > -np.inf):
+        return  # a NaN is the maximum, and is not below anything
     for index, step in enumerate(t.steps):
         wrong = ~np.isfinite(step.action_logprobs) | (step.action_logprobs > LOGPROB_SLACK)
         if wrong.any():
@@ -128,9 +143,8 @@ def _logprobs(t: Trajectory, _: Vocabulary) -> Iterator[str]:
 
 def _versions(t: Trajectory, _: Vocabulary) -> Iterator[str]:
     for index, step in enumerate(t.steps):
-        starts = [run.start for run in step.versions]
         length = len(step.action_ids) if t.source == Source.POLICY else 0
-        problem = _run_problem(np.asarray(starts, np.int64), length)
+        problem = _run_problem([run.start for run in step.versions], length)
         if problem:
             yield f"step {index} versions: {problem}"
         if any(run.version < 0 for run in step.versions):
@@ -145,20 +159,21 @@ def _spans(t: Trajectory, _: Vocabulary) -> Iterator[str]:
     for name, spans, length, kinds in places:
         if len(spans.starts) != len(spans.kinds):
             yield f"{name}: {len(spans.starts)} starts, {len(spans.kinds)} kinds"
-        elif problem := _run_problem(spans.starts, length):
+        elif problem := _run_problem(spans.starts.tolist(), length):
             yield f"{name}: {problem}"
-        elif not kinds.issuperset(spans.kinds.tolist()):  # a few runs: plain Python is ten times faster than NumPy here
+        elif not kinds.issuperset(spans.kinds.tolist()):
             yield f"{name}: unknown kind in {spans.kinds.tolist()}"
 
 
-def _run_problem(starts: np.ndarray, length: int) -> str:
-    """Why runs that begin at `starts` do not cover `length` tokens; empty when they do."""
+def _run_problem(starts: list[int], length: int) -> str:
+    """Why runs that begin at `starts` do not cover `length` tokens; empty when they do. They are few: plain Python is ten times
+    faster than NumPy here."""
     if length == 0:
-        return f"{len(starts)} runs over no tokens" if len(starts) else ""
-    if len(starts) == 0 or starts[0] != 0:
+        return f"{len(starts)} runs over no tokens" if starts else ""
+    if not starts or starts[0] != 0:
         return "the first run must start at 0"
-    if (np.diff(starts) <= 0).any() or starts[-1] >= length:
-        return f"starts {starts.tolist()} do not increase below {length}"
+    if starts[-1] >= length or any(a >= b for a, b in pairwise(starts)):
+        return f"starts {starts} do not increase below {length}"
     return ""
 
 
@@ -175,14 +190,14 @@ def _finish(t: Trajectory, _: Vocabulary) -> Iterator[str]:
 
 def _rewards(t: Trajectory, _: Vocabulary) -> Iterator[str]:
     for index, step in enumerate(t.steps):
-        if not np.isfinite(step.reward):
+        if not math.isfinite(step.reward):
             yield f"step {index}: reward {step.reward}"
         if t.status == Status.FAILED and step.reward:
             yield f"step {index}: reward {step.reward} in a FAILED rollout"
 
 
 def _sampling(t: Trajectory, _: Vocabulary) -> Iterator[str]:
-    if not np.isfinite(t.sampling.temperature) or t.sampling.temperature < 0:
+    if not math.isfinite(t.sampling.temperature) or t.sampling.temperature < 0:
         yield f"temperature {t.sampling.temperature}"
     if t.sampling.max_new_tokens < 1:
         yield f"max_new_tokens {t.sampling.max_new_tokens}"

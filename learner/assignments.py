@@ -10,9 +10,10 @@ from common.addresses import MAIN, STALE
 from common.config import DomainConfig, RunConfig
 from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
-from common.types import Assignment, Limits, Sampling, Source, Status, StepKind, Trajectory
+from common.types import Assignment, EngineInfo, Limits, Sampling, Source, Status, StepKind, Trajectory
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
 from learner.inbox import Inbox, SpoolError
+from learner.ledger import Ledger
 from learner.proofs import Proofs, Verdict
 from learner.rollouts import Group, Kind, Origin, Rollout
 
@@ -170,6 +171,16 @@ def reread(delivered: Iterable[Rollout], inbox: Inbox) -> tuple[dict[str, Trajec
         except (SpoolError, ConvertError) as error:
             lost[rollout.id] = str(error)
     return found, lost
+
+
+def serves(engines: Iterable[EngineInfo], version: int) -> bool:
+    """Some engine of main."""
+    return any(e.in_main and e.state == "ready" and e.version == version for e in engines)
+
+
+def fresh(engines: Iterable[EngineInfo], ledger: Ledger) -> bool:
+    """Some engine of main, on which turns of the stale pool fall back, has weights that are young enough for training."""
+    return any(e.in_main and e.state == "ready" and ledger.live(Origin(e.version, e.pool)) for e in engines)
 
 
 def pairs_of(trajectory: Trajectory) -> set[tuple[str, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from learner.inbox import Inbox
 from learner.ledger import Ledger
 from learner.progress import Actor, Rate
 from learner.proofs import Proofs
-from learner.rollouts import Group, Kind, Origin, Rollout, Rules, Standing, State
+from learner.rollouts import Group, Kind, Rollout, Rules, Standing, State
 
 TRAINING = (Kind.RL, Kind.WARM)
 TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
@@ -59,7 +59,7 @@ class Control:
         self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks))
         self.ledger = Ledger(Rules.of(config), incarnation)
         self.dispatch = Dispatch(config, train, self.ledger, events)
-        self._inbox = Inbox(folder / "inbox", incarnation)
+        self._inbox = Inbox(folder / "inbox", incarnation, config.checkpoint.keep)
         self._changed = threading.Condition(threading.RLock())
         self._stored: dict[str, Trajectory] = {}  # delivered and not yet finished, by rollout id
         self.engines: list[EngineInfo] = []
@@ -77,7 +77,6 @@ class Control:
         self._streak = FailureStreak(max(256, 4 * config.algorithm.groups_per_update * config.algorithm.group_size))
         self._next_tick = float("-inf")
         self.no_more = False
-        self._spool_of_checkpoints: deque[list[str]] = deque(maxlen=config.checkpoint.keep)
 
     # ---- the training loop -------------------------------------------------------------------------------
 
@@ -120,6 +119,7 @@ class Control:
                 if groups:
                     self.waiting = None
                     self.running = self.last = build(groups, self._stored, self.ledger)
+                    self._changed.notify_all()  # what was purged has left room
                     return self.running
                 if not self._pause("take", deadline, self.config.learner.stall_s):
                     return None
@@ -184,30 +184,32 @@ class Control:
     # ---- checkpoints -------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """This moment, as JSON. Delivered rollouts are named by their place in the spool, whose files are synced here."""
+        """This moment, as JSON. Delivered rollouts are named by their place in the spool, whose files are synced here, while
+        actors go on."""
         with self._changed:
             self._inbox.rotate()
-            return {
+            state = {
                 "ledger": self.ledger.state(),
                 "sampler": self.dispatch.state(),
                 "spool": sorted({r.place[0] for r in self.ledger.rollouts(*TRAINING) if r.place[0]}),
                 "evals": self.evaluation.results,
                 "tokens": dict(self.tokens),
             }
+        self._inbox.sync()
+        return state
 
     def committed(self, state: dict[str, Any]) -> None:
         """A checkpoint with `state` is on disk: spool files that neither it, nor a kept one, nor an open rollout needs go."""
         with self._changed:
-            self._spool_of_checkpoints.append(state["spool"])
-            needed = {name for names in self._spool_of_checkpoints for name in names}
-            self._inbox.keep_only(needed | {r.place[0] for r in self.ledger.rollouts(*TRAINING)})
+            self._inbox.committed(state["spool"])
+            self._inbox.keep_only({r.place[0] for r in self.ledger.rollouts(*TRAINING)})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint of an earlier incarnation, before any phase starts."""
         with self._changed:
             self.ledger.restore(state["ledger"])
             self.evaluation.results, self.tokens = list(state["evals"]), Counter(state["tokens"])
-            self._spool_of_checkpoints.append(state["spool"])
+            self._inbox.committed(state["spool"])
             self.dispatch.restore(state["sampler"])
             delivered = [r for r in self.ledger.rollouts(*TRAINING) if r.state in (State.WAITING, State.STALE)]
             self._stored, lost = assignments.reread(delivered, self._inbox)
@@ -218,20 +220,17 @@ class Control:
 
     # ---- actors ------------------------------------------------------------------------------------------
 
-    def lease(self, actor_id: str, capacity: int) -> Leased:
-        """Held-out rollouts first, then training within capacity. Rollouts of the policy need a ready engine: for training
-        one whose weights are young enough, for evaluation one with the version in question."""
+    def lease(self, actor_id: str, capacity: int, patience_s: float = 0.0, there: Callable[[], bool] = lambda: True) -> Leased:
+        """Work for `capacity` free slots; while there is none, wait for some, for `patience_s` and as long as the actor is
+        `there`: what nobody hears of would have to expire."""
         with self._changed:
-            self._tick()
-            now = self._clock()
-            self.actors.setdefault(actor_id, Actor(now))  # `seen` stays: its waits are as old as its last heartbeat
-            chosen: list[Rollout] = []
-            if self.evaluation.open and self.serves(self.evaluation.version):
-                chosen += self.ledger.lease(actor_id, capacity, Kind.EVAL, now)
-            if self.phase == "warm" or (self.phase == "rl" and self.fresh_engine()):
-                chosen += self.dispatch.lease(actor_id, capacity - len(chosen), self.kind, now)
+            deadline = self._clock() + patience_s
+            chosen = self._lease(actor_id, capacity)
+            while not (chosen or self.no_more) and (left := deadline - self._clock()) > 0:
+                self._changed.wait(min(TICK_S, left))
+                chosen = self._lease(actor_id, capacity if there() else 0)
             busy = self.phase in ("warm", "rl") or self.evaluation.open
-            retry = 0.0 if len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
+            retry = 0.0 if patience_s or len(chosen) >= capacity > 0 else POLL_S if busy else IDLE_POLL_S
             return Leased([self._assignment(rollout) for rollout in chosen], retry, self.no_more)
 
     def renew(self, actor_id: str, running: list[Key], edges: list[Edge], metrics: dict[str, float]) -> list[Key]:
@@ -287,15 +286,15 @@ class Control:
 
     def _store(self, trajectory: Trajectory, group: Group, rollout: Rollout, data: bytes) -> None:
         self._streak.count = 0
+        place = ("", 0)
         if group.kind is Kind.EVAL:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
-            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), ("", 0))
         else:
             place = self._inbox.append(data)
             self._stored[rollout.id] = trajectory
-            self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place, trajectory.total_reward)
-            if not self.ledger.holds(rollout.id):  # its group was filtered at once
-                self._forget()
+        self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place, trajectory.total_reward)
+        if not self.ledger.holds(rollout.id):  # its group was filtered at once
+            self._forget()
         tokens = sampled_tokens(trajectory.steps) if trajectory.source == Source.POLICY else 0
         self.rate.add(self._clock(), tokens)
         if group.kind is Kind.RL:
@@ -372,6 +371,18 @@ class Control:
         self._stored = {name: x for name, x in self._stored.items() if self.ledger.holds(name)}
         self._changed.notify_all()
 
+    def _lease(self, actor_id: str, capacity: int) -> list[Rollout]:
+        """Held-out rollouts first, then training within capacity. Rollouts of the policy need a ready engine: for training
+        one whose weights are young enough, for evaluation one with the version in question."""
+        self._tick()
+        now = self._clock()
+        self.actors.setdefault(actor_id, Actor(now))  # `seen` stays: its waits are as old as its last heartbeat
+        evaluated = self.evaluation.open and assignments.serves(self.engines, self.evaluation.version)
+        chosen = self.ledger.lease(actor_id, capacity, Kind.EVAL, now) if evaluated else []
+        if self.phase == "warm" or (self.phase == "rl" and assignments.fresh(self.engines, self.ledger)):
+            chosen += self.dispatch.lease(actor_id, capacity - len(chosen), self.kind, now)
+        return chosen
+
     def _assignment(self, rollout: Rollout) -> Assignment:
         group, _ = self.ledger.find(rollout.id)
         greedy = group.kind is Kind.EVAL and self.evaluation.mode_of(rollout.id) == "greedy"
@@ -382,10 +393,3 @@ class Control:
     def kind(self) -> Kind:
         """Of the rollouts that the present phase trains on."""
         return Kind.WARM if self.phase == "warm" else Kind.RL
-
-    def serves(self, version: int) -> bool:
-        return any(e.in_main and e.state == "ready" and e.version == version for e in self.engines)
-
-    def fresh_engine(self) -> bool:
-        """Some engine of main, on which turns of the stale pool fall back, has weights that are young enough for training."""
-        return any(e.in_main and e.state == "ready" and self.ledger.live(Origin(e.version, e.pool)) for e in self.engines)

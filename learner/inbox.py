@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
+from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 
 MAGIC = b"PTS1"
 HEADER = struct.Struct("<4sII")  # magic, payload bytes, CRC-32 of the payload
 ROTATE_BYTES = 64 * 2**20
+UNSYNCED_FILES = 16  # full files that the disk may not have yet; with one more the oldest is waited for
 QUARANTINE_BYTES = 256 * 2**20  # refused messages are kept up to here; later ones are only counted
 
 Place = tuple[str, int]  # spool file and offset of a frame
@@ -26,9 +30,10 @@ class SpoolError(ValueError):
 
 
 class Inbox:
-    """Spool files in `folder`, one open for appending. Not thread-safe."""
+    """Spool files in `folder`, one open for appending. Not thread-safe, but for `sync`."""
 
-    def __init__(self, folder: Path, incarnation: int, rotate_bytes: int = ROTATE_BYTES) -> None:
+    def __init__(self, folder: Path, incarnation: int, checkpoints: int = 1, rotate_bytes: int = ROTATE_BYTES) -> None:
+        """Files that the newest `checkpoints` checkpoints need are kept."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._rotate_bytes = rotate_bytes
@@ -37,11 +42,15 @@ class Inbox:
         self._prefix, self._number = f"{incarnation:04d}", max(taken, default=-1)
         self._file = -1
         self._name, self._size = "", 0
+        self._needed: deque[list[str]] = deque(maxlen=checkpoints)  # files, by each of them
+        self._syncing = threading.Lock()
+        self._unsynced: deque[int] = deque()  # closed for appending; oldest first
 
     def append(self, payload: bytes) -> Place:
         """Write one frame. Raises OSError (nothing is left behind then)."""
         if self._file < 0 or self._size >= self._rotate_bytes:
             self.rotate()
+            self._sync(UNSYNCED_FILES)
             self._open()
         self._size, at = self._write(self._file, self._size, payload), self._size
         return self._name, at
@@ -57,15 +66,33 @@ class Inbox:
             raise SpoolError(f"inbox/{name}: {error.strerror}") from error
 
     def rotate(self) -> None:
-        """Close the open file; the next append begins another one."""
+        """No more goes into the open file; the next append begins another one."""
         if self._file >= 0:
-            os.fsync(self._file)
-            os.close(self._file)
+            self._unsynced.append(self._file)
             self._file = -1
 
+    def sync(self) -> None:
+        """Return when what stands in files before the last `rotate` survives the machine's death. The disk may take its time:
+        other threads may append meanwhile."""
+        self._sync(0)
+
+    def _sync(self, left: int) -> None:
+        with self._syncing:  # a file that another thread has begun to sync is on the disk behind this line
+            while len(self._unsynced) > left:
+                file = self._unsynced.popleft()
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+
+    def committed(self, names: list[str]) -> None:
+        """A checkpoint that needs these files is on disk."""
+        self._needed.append(names)
+
     def keep_only(self, names: Collection[str]) -> list[str]:
-        """Delete all other spool files but the open one; returns what went."""
-        gone = [path for path in self._folder.glob("*.spool") if path.name not in names and path.name != self._open_name]
+        """Delete all other spool files but those of checkpoints and the open one; returns what went."""
+        kept = {self._open_name, *names, *chain.from_iterable(self._needed)}
+        gone = [path for path in self._folder.glob("*.spool") if path.name not in kept]
         for path in gone:
             path.unlink()
         return sorted(path.name for path in gone)
@@ -92,16 +119,17 @@ class Inbox:
     @staticmethod
     def _write(file: int, at: int, payload: bytes) -> int:
         """Write a frame at the end; returns the new size."""
-        frame = HEADER.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+        header = HEADER.pack(MAGIC, len(payload), zlib.crc32(payload))
+        size = len(header) + len(payload)
         try:
-            done = 0
-            while done < len(frame):  # a write may be cut short by a signal or a full disk
-                done += os.write(file, frame[done:] if done else frame)
+            done = os.writev(file, [header, payload])
+            while done < size:  # a write may be cut short by a signal or a full disk
+                done += os.write(file, (header + payload)[done:])
         except OSError:
             os.ftruncate(file, at)
             os.lseek(file, at, os.SEEK_SET)
             raise
-        return at + len(frame)
+        return at + size
 
 
 def frames(path: Path) -> Iterator[tuple[int, bytes]]:

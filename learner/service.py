@@ -19,6 +19,8 @@ from learner.control import Control
 SERVICE = pb.DESCRIPTOR.services_by_name["LearnerService"].full_name
 WORKERS = 16
 PARTIAL_BYTES = 2 * wire.MAX_TRAJECTORY_BYTES  # chunks of unfinished messages kept together
+LEASE_WAIT_S = 0.5  # a Lease that would bring nothing waits so long for work
+LEASES_WAITING = 4  # at once, which leaves threads for everything else; other actors ask again
 LEASE_PART = 4  # assignments that are leased at once
 LEASE_BYTES = 2 * 2**20  # a reply that has more is sent: the actor asks again for what is left
 PARTIAL_S = 120.0  # chunks of a sender that went silent are dropped after so long
@@ -74,19 +76,28 @@ class _Partial:
 
 
 class LearnerService(rl_pb2_grpc.LearnerServiceServicer):
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, lease_wait_s: float = LEASE_WAIT_S) -> None:
         self._control = control
+        self._lease_wait_s = lease_wait_s
         self._partials = Partials()
+        self._waiting = threading.BoundedSemaphore(LEASES_WAITING)
 
     def Lease(self, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:  # noqa: N802 - the wire's name
         reply = pb.LeaseReply(incarnation=self._control.incarnation)
+        wanted = min(LEASE_PART, request.capacity)
+        patient = self._waiting.acquire(blocking=False)
+        try:
+            leased = self._control.lease(request.actor_id, wanted, self._lease_wait_s if patient else 0.0, context.is_active)
+        finally:
+            if patient:
+                self._waiting.release()
         while True:
-            wanted = min(LEASE_PART, request.capacity - len(reply.assignments))
-            leased = self._control.lease(request.actor_id, wanted)
             reply.assignments.extend(map(assignment_to, leased.assignments))
             full = len(reply.assignments) >= request.capacity or reply.ByteSize() > LEASE_BYTES
             if full or len(leased.assignments) < wanted:
                 break
+            wanted = min(LEASE_PART, request.capacity - len(reply.assignments))
+            leased = self._control.lease(request.actor_id, wanted)
         reply.no_more, reply.retry_after_s = leased.no_more, leased.retry_after_s
         reply.engines.extend(map(engine_to, self._control.engines))
         return reply

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.addresses import MAIN
 from common.waits import LEARNER, Edge, engines_of, session_name
+from learner import assignments
 from learner.rollouts import UNDELIVERED, Kind, Rollout, State
 
 if TYPE_CHECKING:
@@ -106,11 +107,11 @@ def wanted(control: Control) -> tuple[list[Rollout], str]:
     ledger = control.ledger
     if control.waiting is not None and control.waiting.name == "evaluate":
         version = control.evaluation.version
-        blocked = "" if control.serves(version) else f"no engine serves version {version}"
+        blocked = "" if assignments.serves(control.engines, version) else f"no engine serves version {version}"
         rollouts = list(ledger.rollouts(Kind.EVAL))
     else:
         kind = control.kind
-        blocked = "" if kind is Kind.WARM or control.fresh_engine() else "no engine has young enough weights"
+        blocked = "" if kind is Kind.WARM or assignments.fresh(control.engines, ledger) else "no engine has young enough weights"
         rollouts = [r for g in ledger.groups.values() if g.kind is kind and not g.closed for r in g.rollouts]
     if blocked:
         rows = [f"{e.name} is {e.state} at version {e.version}{f' ({e.reason})' if e.reason else ''}" for e in control.engines]

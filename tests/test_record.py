@@ -70,6 +70,20 @@ def test_014_an_id_outside_int32_is_an_error_not_a_wrap(bad):
             convert.trajectory_bytes(record)
 
 
+def test_ids_that_are_int32_are_not_copied():
+    ids = np.asarray([0, 2**31 - 1], np.int32)
+    assert ids_array(ids) is ids
+    with pytest.raises(OverflowError, match="token id -1"):
+        ids_array(np.asarray([3, -1], np.int32))
+
+
+def test_arrays_of_another_byte_order_are_read_as_ours():
+    message = convert.trajectory_to(trajectory(step([1], [2])))
+    message.steps[0].extras["x"].CopyFrom(pb.ArrayMessage(dtype=">i2", shape=[1], data=b"\x01\x02"))
+    (array,) = convert.trajectory_from(message).steps[0].extras.values()
+    assert (array.tolist(), array.dtype) == ([0x0102], np.dtype("=i2"))
+
+
 def test_the_other_messages_survive_the_wire():
     call = ToolCall("call-0", "move", {"direction": "left", "n": [1, None]}, "")
     action = Action("I go left", (call, ToolCall("call-1", "", {}, "not JSON")))
@@ -170,11 +184,13 @@ BROKEN = {
         with_step(0, action_ids=ids_array([4, 10])),
         with_step(0, context_ids=ids_array([1, 2, 12])),
         dataclasses.replace(good(), tail_ids=ids_array([12])),
+        with_step(1, action_ids=np.asarray([-1], np.int32)),
     ],
     "finite_logprobs": [
         with_step(0, action_logprobs=np.asarray([-1, NAN], np.float32)),
         with_step(0, action_logprobs=np.asarray([-np.inf, -1], np.float32)),
         with_step(0, action_logprobs=np.asarray([0.01, -1], np.float32)),
+        with_step(1, action_logprobs=np.asarray([np.inf], np.float32)),
     ],
     "versions_cover": [
         with_step(0, versions=()),
@@ -220,6 +236,31 @@ def test_a_broken_record_breaks_exactly_its_rule(rule, record):
     with pytest.raises(RecordError, match=f"rollout 1-g000000-0 breaks rule {rule}: ") as raised:
         check(record, VOCABULARY)
     assert raised.value.rule == rule
+
+
+TOKENS = st.tuples(st.integers(-2, 12), st.sampled_from([-30.0, 0.0, 5e-5, 2e-4, NAN, np.inf, -np.inf]))
+
+
+@given(st.lists(st.lists(TOKENS, max_size=3), min_size=1, max_size=4))
+def test_checking_all_tokens_at_once_is_checking_each(turns):
+    """And whatever is wrong is told with its place."""
+    steps = []
+    for turn in turns:
+        ids, logprobs = np.asarray([i for i, _ in turn], np.int32), np.asarray([p for _, p in turn], np.float32)
+        steps.append(dataclasses.replace(step([1], [0] * len(turn)), action_ids=ids, action_logprobs=logprobs))
+    places = [(at, i, p) for at, turn in enumerate(turns) for i, p in turn]
+    out, high = ([f"step {at}" for at, i, p in places if wrong(i, p)] for wrong in (unknown_id, no_logprob))
+    for rule, where in (("ids_in_vocabulary", out), ("finite_logprobs", high)):
+        told = [detail.split(":")[0].removesuffix(" action") for detail in RULES[rule](trajectory(*steps), VOCABULARY)]
+        assert told == list(dict.fromkeys(where))
+
+
+def unknown_id(token, _):
+    return not 0 <= token < VOCABULARY.sampleable
+
+
+def no_logprob(_, logprob):
+    return not -np.inf < logprob <= 1e-4
 
 
 def test_good_records_pass():

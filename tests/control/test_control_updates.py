@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from learner import assignments
 from tests.control.scripted import (
     engine,
     hand_in,
@@ -115,7 +116,7 @@ def test_engines_of_the_stale_pool_alone_start_nothing(tmp_path):
     control, _, _ = started(tmp_path, **CROSS_POLICY)
     control.set_engines([engine(1, pool="stale"), engine(1, "updating")])
     assert lease(control) == []
-    assert not control.serves(1)
+    assert not assignments.serves(control.engines, 1)
     control.set_engines([engine(1, pool="stale"), engine(1)])
     assert len(lease(control, 2)) == 2
 

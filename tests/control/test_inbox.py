@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.inbox import HEADER, Inbox, SpoolError, cut_torn_tail, frames
+from learner.inbox import HEADER, UNSYNCED_FILES, Inbox, SpoolError, cut_torn_tail, frames
 
 
 def test_what_is_appended_can_be_read_after_reopening(tmp_path):
@@ -70,6 +71,33 @@ def test_files_rotate_and_go_when_nobody_needs_them(tmp_path):
     assert inbox.append(b"y")[0] == "0001-000003.spool"
     with pytest.raises(SpoolError, match=r"0001-000000\.spool"):
         inbox.read((names[0], 0))
+
+
+def test_files_of_the_newest_checkpoints_stay(tmp_path):
+    inbox = Inbox(tmp_path, 1, checkpoints=2, rotate_bytes=1)
+    names = [inbox.append(b"x")[0] for _ in range(5)]
+    for name in names[:3]:
+        inbox.committed([name])
+    assert inbox.keep_only([]) == [names[0], names[3]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files, which Linux alone shows")
+def test_full_files_are_open_until_they_are_on_the_disk_and_not_many_at_once(tmp_path):
+    def held():
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(Path(link).parent == tmp_path for link in links)
+
+    inbox = Inbox(tmp_path, 1, rotate_bytes=1)
+    most = 0
+    for _ in range(2 * UNSYNCED_FILES):
+        inbox.append(b"x")
+        most = max(most, held())
+    assert most == UNSYNCED_FILES + 1  # and the one for appending
+    inbox.sync()
+    assert held() == 1
+    inbox.rotate()
+    inbox.sync()
+    assert held() == 0
 
 
 def test_refused_messages_are_kept_apart(tmp_path):
