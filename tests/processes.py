@@ -2,8 +2,10 @@
 
 import asyncio
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +25,12 @@ async def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Non
             if await found if inspect.isawaitable(found) else found:
                 return
             await asyncio.sleep(0.005)
+
+
+def open_files(folder: Path) -> int:
+    """How many files in `folder` this process has open. Linux shows it."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(Path(link).parent == folder for link in links)
 
 
 def left_clean(made: Any) -> Iterator[Any]:

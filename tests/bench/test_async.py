@@ -32,6 +32,10 @@ def test_durations_have_the_median_and_the_mean_that_they_say():
     assert lognormal.quantile(0.8413447) == pytest.approx(MEDIAN_S * math.e, rel=1e-5)  # one sigma
 
 
+def test_the_arms_are_those_of_the_table():
+    assert {arm.name: arm.max_lag for arm in ARMS} == {"sync": 0, "one_ahead": 1, "lag1": 1, "lag2": 2, "lag4": 4}
+
+
 def test_a_duration_is_its_seeds_and_an_update_takes_what_the_slots_need_for_a_batch():
     table = TABLES["lognormal"]
     assert table.of(7) == table.of(7) != table.of(8)
@@ -68,11 +72,14 @@ def test_a_barrier_alternates_and_one_ahead_overlaps():
 
 
 def test_one_ahead_waits_for_stragglers_where_the_ledger_goes_on():
-    """Rollouts take 1 or 3 s, an update 2 s, and every batch has one of 3 s: 3 s an update, and 2 for the last."""
+    """Rollouts take 1 or 3 s, an update 2 s, and every batch has one of 3 s: 3 s an update, and 2 for the last. With rare long
+    ones, the same bound on lag brings more where nobody waits for the whole batch."""
     table = Durations("two kinds", lambda u: 1.0 if u < 0.5 else 3.0, 2.0)
     assert simulate(ARM["sync"], table, 6).seconds == 6 * 5
     assert simulate(ARM["one_ahead"], table, 6).seconds == 6 * 3 + 2
     assert simulate(ARM["lag2"], table, 6).seconds < 6 * 3 + 2
+    rare = Durations("a few long ones", lambda u: 1.0 if u < 0.97 else 6.0, 1.15)
+    assert simulate(ARM["lag1"], rare, 6).seconds < simulate(ARM["one_ahead"], rare, 6).seconds
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=[arm.name for arm in ARMS])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 from tests.control.scripted import (
     Clock,
@@ -15,6 +18,7 @@ from tests.control.scripted import (
     started,
     trajectory,
 )
+from tests.processes import open_files
 
 
 def test_resume_keeps_waiting_rollouts_and_issues_again_what_was_leased(tmp_path):
@@ -95,6 +99,16 @@ def test_spool_files_go_once_a_committed_checkpoint_does_not_need_them(tmp_path)
     assert len(files()) == 2  # the newer file holds rollouts that still wait
     control.committed(second)
     assert files() == ["0001-000001.spool"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files, which Linux alone shows")
+def test_a_state_is_told_when_the_disk_has_what_it_names(tmp_path):
+    """A spool file is closed behind its fsync."""
+    control, _, _ = started(tmp_path)
+    hand_in(control, trajectory(lease(control, 1)[0]))
+    assert open_files(tmp_path / "inbox") == 1
+    control.state()
+    assert open_files(tmp_path / "inbox") == 0
 
 
 def test_090_changed_tasks_are_an_event(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.inbox import HEADER, UNSYNCED_FILES, Inbox, SpoolError, cut_torn_tail, frames
+from tests.processes import open_files
 
 
 def test_what_is_appended_can_be_read_after_reopening(tmp_path):
@@ -83,21 +84,17 @@ def test_files_of_the_newest_checkpoints_stay(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files, which Linux alone shows")
 def test_full_files_are_open_until_they_are_on_the_disk_and_not_many_at_once(tmp_path):
-    def held():
-        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        return sum(Path(link).parent == tmp_path for link in links)
-
     inbox = Inbox(tmp_path, 1, rotate_bytes=1)
     most = 0
     for _ in range(2 * UNSYNCED_FILES):
         inbox.append(b"x")
-        most = max(most, held())
+        most = max(most, open_files(tmp_path))
     assert most == UNSYNCED_FILES + 1  # and the one for appending
     inbox.sync()
-    assert held() == 1
+    assert open_files(tmp_path) == 1
     inbox.rotate()
     inbox.sync()
-    assert held() == 0
+    assert open_files(tmp_path) == 0
 
 
 def test_refused_messages_are_kept_apart(tmp_path):
