@@ -26,6 +26,7 @@ def fell(before: float, groups: float, now: float) -> bool:
 class DomainSuccess:
     def __init__(self, group_size: int) -> None:
         self._newest: deque[bool] = deque(maxlen=GROUPS * group_size)
+        self._won = 0  # of the newest
         self._decay = math.exp(-1 / (MEMORY * GROUPS * group_size))
         self._successes = self._rollouts = 0.0  # older than the window, decayed
         self.dropped = False
@@ -33,7 +34,7 @@ class DomainSuccess:
     @property
     def newest(self) -> float:
         """Success of the newest rollouts; 0 until there is a window full of them."""
-        return sum(self._newest) / len(self._newest) if len(self._newest) == self._newest.maxlen else 0.0
+        return self._won / len(self._newest) if len(self._newest) == self._newest.maxlen else 0.0
 
     @property
     def long_run(self) -> float:
@@ -43,11 +44,14 @@ class DomainSuccess:
     def record(self, success: bool) -> bool:
         """A scored rollout of training; whether success has just dropped. It is told once, and again only after a recovery; what
         comes in between is no part of the long run."""
-        full = len(self._newest) == self._newest.maxlen
-        if full and not self.dropped:
-            self._successes = self._successes * self._decay + self._newest[0]
-            self._rollouts = self._rollouts * self._decay + 1
+        if len(self._newest) == self._newest.maxlen:
+            oldest = self._newest[0]
+            self._won -= oldest
+            if not self.dropped:
+                self._successes = self._successes * self._decay + oldest
+                self._rollouts = self._rollouts * self._decay + 1
         self._newest.append(success)
+        self._won += success
         if self.dropped:
             self.dropped = self.newest < RECOVERY * self.long_run
             return False
@@ -64,5 +68,6 @@ class DomainSuccess:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._newest.extend(map(bool, state["newest"]))
+        self._won = sum(self._newest)
         self._successes, self._rollouts = state["long_run"]
         self.dropped = state["dropped"]

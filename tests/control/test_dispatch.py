@@ -240,8 +240,8 @@ def test_references_of_a_locked_domain_are_learned(tmp_path):
 
 @pytest.mark.parametrize("sampler", ["uniform", "variance", "limr"])
 def test_087_an_outage_is_told_and_takes_nothing_of_the_domains_share(tmp_path, sampler):
-    """Domain a has 1/4 of the groups, and is all zero for 45 updates. Of 40 groups in the 5 updates after it, 10 are its on
-    average; fewer than 3 with a chance of 1e-3 (binomial, 40, 1/4; the seed is fixed)."""
+    """Domain a has 1/4 of the groups, and is all zero for 45 updates. Of the 40 groups of 5 updates after it, 10 are its share;
+    fewer than 3 come with a chance of 1e-3 (binomial, 40, 1/4; the seed is fixed)."""
     shared = [TWO[0] | {"weight": 1.0}, TWO[1] | {"weight": 3.0}]
     control, _, events = started(tmp_path, domains=shared, tasks={"sampler": sampler}, **MANY)
     half = lambda a: float(a.rollout_id.endswith("0"))  # noqa: E731

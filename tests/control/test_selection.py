@@ -26,9 +26,10 @@ def test_the_deviation_of_rewards():
     assert deviation([0.1] * 3) == deviation([7.0]) == 0.0  # exactly
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0.3, [2]), (0.6, [1, 2]), (0.9, [1, 2, 3])])
+@pytest.mark.parametrize(("share", "kept"), [(0.3, [2]), (0.39, [2]), (0.6, [1, 2]), (0.9, [1, 2, 3])])
 def test_ragen2_as_in_the_paper(share, kept):
-    """Of 5/6, the sum of variances: 0.3 is 1/4 < 1/3; 0.6 is 1/2 < 1/3 + 1/4, the older of two equal ones; 0.9 is 3/4 < 5/6."""
+    """Of 5/6, the sum of variances: 0.3 is 1/4 < 1/3; 0.39 is 0.325 (of deviations it would take two: 0.615 > 0.577);
+    0.6 is 1/2 < 1/3 + 1/4, the older of two equal ones; 0.9 is 3/4 < 5/6."""
     assert Selection("mass", share).chosen(GROUPS, 5) == kept
 
 
@@ -63,6 +64,8 @@ def test_without_any_spread_nothing_is_chosen_but_by_the_softmax_over_all():
     for form, include_zero in (("paper", False), ("linear", False), ("linear", True), ("softmax", False)):
         assert Selection("mass", 0.9, form, include_zero).chosen(flat, 2) == []
     assert mass_of_code([0.0, 0.0], 0.9, "softmax", True) == [0, 1]
+    assert mass_of_code(DEVIATIONS, 1.0, "linear", True) == [0, 1, 2, 3, 4]  # off
+    assert mass([0.1, 0.2, 0.3, 0.0], 1.0) == [2, 1, 0]  # 0.3 + 0.2 + 0.1 is less than 0.1 + 0.2 + 0.3, in floating point
 
 
 def test_starpo_s_trains_the_share_with_the_highest_deviation():

@@ -63,6 +63,13 @@ def test_every_index_is_found_on_its_share_of_the_unit_interval(weights):
     assert tree.find(np.nextafter(1.0, 0.0)) == len(weights) - 1
 
 
+def test_rounding_finds_no_task_behind_the_last():
+    """Of eight leaves the last has no weight. What is left of the greatest number below 1 rounds up to all that the last two
+    have."""
+    weights = [0.0101, 0.0101, 0.6402847336702376, 0.0101, 0.5119513168468947, 0.0101, 0.488583807721338]
+    assert SumTree(np.array(weights)).find(np.nextafter(1.0, 0.0)) == 6
+
+
 # ---- variance ---------------------------------------------------------------------------------------------
 
 
