@@ -69,6 +69,7 @@ from common.types import (  # noqa: E402
 from common.waits import Wait, Waits  # noqa: E402
 from learner.batch import Batch  # noqa: E402
 from learner.control import Control  # noqa: E402
+from learner.dispatch import Dispatch  # noqa: E402
 from learner.ledger import Ledger  # noqa: E402
 from learner.rollouts import Kind, Rules, State  # noqa: E402
 from tools import standins  # noqa: E402
@@ -150,6 +151,7 @@ class Arm:
         )
         control = standins.control_plane(config, folder, clock)
         control.ledger = self.ledger(Rules.of(config), control.incarnation)
+        control.dispatch = Dispatch(config, {standins.DOMAIN: standins.tasks("train")}, control.ledger, standins.untold)
         return control
 
 

@@ -29,8 +29,16 @@ def config(domain: dict[str, Any], **tables: Any) -> RunConfig:
 
 def control_plane(config: RunConfig, folder: Path, clock: Callable[[], float] = time.monotonic) -> Control:
     """Incarnation 1; its tasks have no content, its events are not kept."""
-    tasks = {split: [Task(DOMAIN, f"{split}-{i}", i, {}) for i in range(128)] for split in ("train", "heldout")}
-    return Control(config, {DOMAIN: tasks}, folder, 1, VOCABULARY, lambda kind, detail: None, clock)
+    splits = {split: tasks(split) for split in ("train", "heldout")}
+    return Control(config, {DOMAIN: splits}, folder, 1, VOCABULARY, untold, clock)
+
+
+def tasks(split: str) -> list[Task]:
+    return [Task(DOMAIN, f"{split}-{i}", i, {}) for i in range(128)]
+
+
+def untold(kind: str, detail: dict[str, Any]) -> None:
+    """Events that nobody hears."""
 
 
 def publish(control: Control, version: int, update: int) -> None:
