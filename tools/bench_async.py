@@ -67,11 +67,10 @@ from common.types import (  # noqa: E402
     spans_of,
 )
 from common.waits import Wait, Waits  # noqa: E402
+from learner.assignments import Leased  # noqa: E402
 from learner.batch import Batch  # noqa: E402
 from learner.control import Control  # noqa: E402
-from learner.dispatch import Dispatch  # noqa: E402
-from learner.ledger import Ledger  # noqa: E402
-from learner.rollouts import Kind, Rules, State  # noqa: E402
+from learner.rollouts import Kind, State  # noqa: E402
 from tools import standins  # noqa: E402
 from tools.bench_tokens import files_of  # noqa: E402
 from tools.benchmarks import head, write  # noqa: E402
@@ -82,7 +81,7 @@ TOKENS = 32  # of a rollout
 MEDIAN_S, SIGMA = 0.2, 1.0  # of the lognormal
 ALPHA, CAP = 1.5, 50.0  # of the Pareto; CAP in medians
 START_S = 60.0  # for the actor to begin, and to end
-TAKE_S = 1.0
+TAKE_S = 120.0  # for a batch: rollouts of 10 s are among the longest
 
 
 # ---- chance --------------------------------------------------------------------------------------------------
@@ -129,19 +128,27 @@ TABLES = {d.name: d for d in (Durations("lognormal", lognormal, lognormal_mean()
 # ---- arms ----------------------------------------------------------------------------------------------------
 
 
-class OneAhead(Ledger):
+class OneAhead(Control):
     """The next batch is dispatched as a whole, when the one before it begins to train."""
 
-    def capacity(self, kind: Kind) -> int:
-        ahead = sum(not group.any(State.TRAINING) for group in self.groups.values() if group.kind is kind)
-        return min(super().capacity(kind), self.rules.groups_per_update - ahead)
+    def lease(self, actor_id: str, capacity: int, patience_s: float = 0.0, there: Callable[[], bool] = lambda: True) -> Leased:
+        with self._changed:
+            until = time.monotonic() + patience_s
+            while not (room := self._room()) and not self.no_more and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return super().lease(actor_id, min(capacity, room), patience_s if room else 0.0, there)
+
+    def _room(self) -> int:
+        """Rollouts of the next batch that nobody has yet."""
+        ahead = [group for group in self.ledger.groups.values() if not group.any(State.TRAINING)]
+        return GROUPS * GROUP_SIZE - sum(r.state is not State.PENDING for group in ahead for r in group.rollouts)
 
 
 @dataclass(frozen=True)
 class Arm:
     name: str
     max_lag: int
-    ledger: type[Ledger] = Ledger
+    kind: type[Control] = Control
 
     def control(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> Control:
         config = standins.config(
@@ -149,10 +156,7 @@ class Arm:
             algorithm={"group_size": GROUP_SIZE, "groups_per_update": GROUPS},
             learner={"updates": 10**9, "max_lag": self.max_lag, "lease_s": 600.0},
         )
-        control = standins.control_plane(config, folder, clock)
-        control.ledger = self.ledger(Rules.of(config), control.incarnation)
-        control.dispatch = Dispatch(config, {standins.DOMAIN: standins.tasks("train")}, control.ledger, standins.untold)
-        return control
+        return standins.control_plane(config, folder, clock, self.kind)
 
 
 ARMS = (Arm("sync", 0), Arm("one_ahead", 1, OneAhead), Arm("lag1", 1), Arm("lag2", 2), Arm("lag4", 4))
@@ -311,8 +315,8 @@ def run(arm: Arm, durations: Durations, updates: int) -> Outcome:
 
 
 def update_once(control: Control, out: Outcome, served: Any) -> None:
-    while (batch := control.take(TAKE_S)) is None:
-        pass
+    if (batch := control.take(TAKE_S)) is None:
+        raise RuntimeError(f"no batch in {TAKE_S:g} s: {control.status()['sentence']}")
     until = time.monotonic() + out.durations.update_s
     out.add(batch)
     time.sleep(max(0.0, until - time.monotonic()))

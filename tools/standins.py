@@ -27,18 +27,12 @@ def config(domain: dict[str, Any], **tables: Any) -> RunConfig:
     return RunConfig.model_validate({"domains": [{"name": DOMAIN, **domain}], **tables})
 
 
-def control_plane(config: RunConfig, folder: Path, clock: Callable[[], float] = time.monotonic) -> Control:
+def control_plane(
+    config: RunConfig, folder: Path, clock: Callable[[], float] = time.monotonic, kind: type[Control] = Control
+) -> Control:
     """Incarnation 1; its tasks have no content, its events are not kept."""
-    splits = {split: tasks(split) for split in ("train", "heldout")}
-    return Control(config, {DOMAIN: splits}, folder, 1, VOCABULARY, untold, clock)
-
-
-def tasks(split: str) -> list[Task]:
-    return [Task(DOMAIN, f"{split}-{i}", i, {}) for i in range(128)]
-
-
-def untold(kind: str, detail: dict[str, Any]) -> None:
-    """Events that nobody hears."""
+    tasks = {split: [Task(DOMAIN, f"{split}-{i}", i, {}) for i in range(128)] for split in ("train", "heldout")}
+    return kind(config, {DOMAIN: tasks}, folder, 1, VOCABULARY, lambda kind, detail: None, clock)
 
 
 def publish(control: Control, version: int, update: int) -> None:
