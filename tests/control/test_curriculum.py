@@ -96,8 +96,10 @@ def test_the_outage_is_no_part_of_the_long_run():
     domain = DomainSuccess(1)
     assert len(watch([*HALF, *[False] * 5000], domain)) == 1
     assert abs(domain.long_run - 0.5) < 0.05
+    domain.record(True)
     again = DomainSuccess(1)
     again.restore(json.loads(json.dumps(domain.state())))
+    assert again.newest == domain.newest == 1 / 32
     assert watch([False] * 200, again) == []  # it was told before the restart
     assert len(watch([*HALF, *[False] * 200], again)) == 1
 
