@@ -52,6 +52,7 @@ REFUSED = {
         ["--curriculum.kind=success", "--curriculum.turns=[4,2]"],
         "curriculum.turns [4, 2] must rise from stage to stage",
     ),
+    "a stage twice": (ONE, ["--curriculum.kind=success", "--curriculum.turns=[2,2,4]"], "curriculum.turns [2, 2, 4] must rise"),
     "one stage": (ONE, ["--curriculum.kind=success", "--curriculum.turns=[4]"], "curriculum.turns [4] must rise"),
     "stages without a length": (
         ONE,

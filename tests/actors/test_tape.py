@@ -125,4 +125,6 @@ def test_001_any_sampled_ids_stand_in_the_record_as_they_were(dialogue: list[tup
 
 def test_the_record_names_the_stage_of_its_curriculum() -> None:
     staged, plain = Tape(replace(assignment([]), stage=2)), Tape(assignment([]))
+    for tape in (staged, plain):
+        tape.fail("the disk is full")
     assert [tape.trajectory(VOCABULARY).metrics.get("stage") for tape in (staged, plain)] == [2.0, None]

@@ -38,6 +38,7 @@ def test_a_stage_ends_when_the_newest_rollouts_master_it():
     assert curriculum.stage(0) == 2
     for _ in range(4):
         curriculum.record(1, True)  # opened before: says nothing of this budget
+    curriculum.record(2, True)  # nor do the three of the stage before
     assert curriculum.stage(0) == 2
     for success in (False, False, True, True, True):
         curriculum.record(2, success)
@@ -95,7 +96,12 @@ def test_the_outage_is_no_part_of_the_long_run():
     domain = DomainSuccess(1)
     assert len(watch([*HALF, *[False] * 5000], domain)) == 1
     assert abs(domain.long_run - 0.5) < 0.05
-    assert domain.dropped
+    domain.record(True)
+    again = DomainSuccess(1)
+    again.restore(json.loads(json.dumps(domain.state())))
+    assert again.newest == domain.newest == 1 / 32
+    assert watch([False] * 200, again) == []  # it was told before the restart
+    assert len(watch([*HALF, *[False] * 200], again)) == 1
 
 
 def test_slow_decline_and_a_bad_domain_are_no_drop():
@@ -119,4 +125,4 @@ def test_drops_and_recoveries_alternate_in_any_history(outcomes, group_size):
             assert domain.newest < domain.long_run / 2
         again = DomainSuccess(group_size)
         again.restore(json.loads(json.dumps(domain.state())))
-        assert again.state() == domain.state()
+        assert (again.state(), again.newest) == (domain.state(), domain.newest)
