@@ -59,11 +59,18 @@ class _State(NamedTuple):
 class Wait:
     """What one owner waits for at the moment. It may be moved from one thing to the next, by any thread."""
 
-    def __init__(self, owner: str = "", deadline_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        owner: str = "",
+        deadline_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "start",
+        on: str = "",
+    ) -> None:
         """`deadline_s`: of what has no deadline of its own, which may be told later."""
         self.owner, self.deadline_s = owner, deadline_s
         self._clock = clock
-        self._state = _State("start", "", "", 0.0, clock(), next(_NUMBERS))
+        self.set(name, on)
 
     def set(self, name: str, on: str, why: str = "", deadline_s: float = 0.0) -> None:
         """From now on it waits for this. One assignment: a reader sees the wait before or the one after."""

@@ -27,6 +27,9 @@ class Kind(StrEnum):
         return Source.REFERENCE if self is Kind.WARM else Source.POLICY
 
 
+TRAINING = (Kind.RL, Kind.WARM)
+
+
 class State(StrEnum):
     PENDING = "pending"
     LEASED = "leased"

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from common.addresses import MAIN
+from common.addresses import EVAL, MAIN
 from common.waits import LEARNER, Edge, engines_of, session_name
+from learner.assignments import held_out_pool
 from learner.rollouts import UNDELIVERED, Kind, Rollout, State
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def own_wait(control: Control, now: float) -> Edge | None:
     if leased:
         return replace(edge, on=min(leased, key=lambda rollout: rollout.leased_at).id)
     if blocked:
-        return replace(edge, on=engines_of(MAIN), why=blocked)
+        pool = held_out_pool(control.engines) if edge.name == "evaluate" else MAIN
+        return replace(edge, on=engines_of(pool), why=blocked)
     if not control.actors:
         return replace(edge, on=ACTORS, why="no actor has called")
     return replace(edge, on=ACTORS, why=f"{len(rollouts)} rollouts are pending, no actor has taken them")
@@ -182,7 +184,7 @@ def _actor(control: Control, rollout_id: str) -> str:
 
 def _root(control: Control, path: list[Edge], edges: list[Edge]) -> str:
     last = path[-1]
-    if last.on == ACTORS or (last.why and last.on == engines_of(MAIN)):
+    if last.on == ACTORS or (last.why and last.on in (engines_of(MAIN), engines_of(EVAL))):
         return last.why
     said = f"{last.on} has been silent for {last.silent:.0f} s" if last.silent >= SILENT_S else _words(control, last)
     waiting = sum(edge.on == last.on and control.ledger.holds(edge.owner) for edge in edges)

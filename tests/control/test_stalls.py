@@ -130,11 +130,13 @@ def test_what_the_main_thread_waits_for_besides_rollouts(tmp_path):
         clock.now = 3.0
         said = "learner waits for the checkpoint before (checkpoint) for 3.0 s of 300 s"
         assert stall(control) == [f"root cause: {said}", said]
+    assert control.take(0) is None
     for a in lease(control, 4):
         hand_in(control, trajectory(a))
     batch = control.take(0)
     assert stall(control) == ["learner trains update 1 on 2 groups"]
     control.commit(batch)
+    assert stall(control) == ["learner is in phase rl"]  # it publishes, writes down: the wait for rollouts is over
     assert control.status()["rollouts"]["trained"] == 4
 
 
