@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 LEARNER = "learner"  # its process, in edges
@@ -29,9 +28,8 @@ def session_name(rollout_id: str, attempt: int) -> str:
     return f"{rollout_id}.{attempt}"
 
 
-@dataclass(frozen=True)
-class Edge:
-    """`owner` has waited for `on` for `seconds`. Fields as in WaitMessage."""
+class Edge(NamedTuple):
+    """`owner` has waited for `on` for `seconds`. Fields as in WaitMessage. A tuple: the learner has thousands of them."""
 
     owner: str  # a process, a rollout, or a session of an env server
     name: str  # what kind of wait: "env.step", "publish.update", ...

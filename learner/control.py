@@ -158,7 +158,7 @@ class Control:
             while self.evaluation.open and not stop() and self._pause("evaluate", deadline, limit):
                 self._tick()
             if late := self.evaluation.open:
-                self._events("evaluation_incomplete", {"rollouts": len(late), **stalls.report(self, self._clock())})
+                self._events("evaluation_incomplete", {"rollouts": len(late), **stalls.Graph(self, self._clock()).report()})
                 self.ledger.cancel(Kind.EVAL)
             self.waiting = None
             results, failed = self.evaluation.finish()
