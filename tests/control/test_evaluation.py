@@ -118,6 +118,12 @@ def test_the_interval_of_a_mean_is_no_narrower_than_its_own_deviation_asks(value
     assert low - 1e-12 <= p <= high + 1e-12
 
 
+def test_only_sampled_rollouts_are_several_a_task():
+    evaluation = Evaluation({"toy": make_tasks("toy", "heldout", 3)}, samples=4)
+    evaluation.start(Ledger(rules(), 1), "rl", 7, ["greedy", "sampled"])
+    assert [(job.mode, job.total) for job in evaluation.jobs] == [("greedy", 3), ("sampled", 12)]
+
+
 def test_an_evaluation_goes_on_with_what_was_scored_for_the_same_weights(tmp_path):
     """Killed after two of six: the next life runs the other four, under seeds that are the same; other weights begin anew."""
     tasks = {"toy": make_tasks("toy", "heldout", 3)}
