@@ -44,8 +44,8 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 
 def pass_at(k: int, n: int, c: int) -> float:
     """Probability that some of `k` of the `n` rollouts of a task is one of the `c` that succeeded: the unbiased estimate of
-    pass@k (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+    pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
 def pass_all(k: int, n: int, c: int) -> float:

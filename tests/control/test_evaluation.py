@@ -106,6 +106,13 @@ def test_pass_k_by_enumeration(n, data):
     assert pass_all(k, n, c) == pytest.approx(sum(map(all, subsets)) / len(subsets))
 
 
+def test_one_attempt_is_the_share_of_successes_to_the_last_bit():
+    """1 - 9/10 is less than 1/10 in floating point: pass@1 would be below pass^1."""
+    for n in range(1, 40):
+        for c in range(n + 1):
+            assert pass_at(1, n, c) == pass_all(1, n, c) == c / n
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_the_interval_of_a_mean_is_no_narrower_than_its_own_deviation_asks(values):
     """Numbers in [0, 1] with mean p have at most the variance p (1 - p), which Wilson's interval is made for."""
