@@ -25,7 +25,7 @@ from actors.summaries import Summaries
 from actors.tape import Sampled, Tape
 from actors.toolcalls.arguments import schemas_of
 from actors.toolcalls.turns import Turn, TurnParser
-from common.addresses import MAIN, STALE
+from common.addresses import EVAL, MAIN, STALE
 from common.config_domain import DELEGATE
 from common.seeds import turn_seed, turn_uses_stale_pool
 from common.types import (
@@ -140,7 +140,8 @@ class Agents:
         begun, index = time.monotonic(), len(self._tape.steps)
         asked = self._tape.assignment
         stale = turn_uses_stale_pool(asked.sampling.seed, index, asked.stale_share)
-        sampled = await self._sample(prompt.ids, most, STALE if stale else MAIN)
+        held_out = asked.purpose == "eval" and self._parts.engines.places.has(EVAL)
+        sampled = await self._sample(prompt.ids, most, EVAL if held_out else STALE if stale else MAIN)
         self._tape.counts["stale_fallbacks"] += stale and any(run.pool != STALE for run in sampled.versions)
         self._engines |= {run.pool: run.engine for run in sampled.versions}
         generated = time.monotonic()
@@ -239,7 +240,7 @@ class Agents:
         stops = (*s.stop, *parts.chat.format.stops)  # looked for here: engines that get ids have no text
         sampled, why = Sampled(), ""
         for attempt in range(TURN_TRIES):
-            otherwise = MAIN if wanted != MAIN else ""
+            otherwise = MAIN if wanted == STALE else ""
             async with parts.engines.places.take(self._engines.values(), wanted, wait.set, otherwise) as chosen:
                 wait.set("engine.generate", chosen.name, deadline_s=parts.engines.timeout_s)
                 rid = f"{assignment.rollout_id}.{assignment.attempt}.{index}.{attempt}"

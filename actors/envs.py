@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
@@ -200,7 +200,7 @@ class Envs:
         """What our sessions wait for inside of the servers, as these said last. Owners are `replica/session`."""
         now = time.monotonic()
         return [
-            replace(edge, owner=f"{replica.name}/{edge.owner}", seconds=edge.seconds + now - replica.renewed)
+            edge._replace(owner=f"{replica.name}/{edge.owner}", seconds=edge.seconds + now - replica.renewed)
             for replicas in self._replicas.values()
             for replica in replicas
             for edge in replica.edges

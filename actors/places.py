@@ -141,6 +141,10 @@ class Places:
         if rest is not None:
             rest.alarm.cancel()
 
+    def has(self, pool: str) -> bool:
+        """Whether the learner's table has an engine of `pool`, whatever its state."""
+        return any(engine.pool == pool for engine in self._table.values())
+
     def ready(self, pool: str) -> list[EngineInfo]:
         """Engines that may serve rollouts now: ready, with published weights, and not resting."""
         now = time.monotonic()
@@ -177,7 +181,7 @@ class Places:
                 pool_after, waiter.otherwise = waiter.otherwise, ""
                 self._serve_pool(pool_after)
                 continue
-            if not any(engine.pool == pool for engine in self._table.values()):
+            if not self.has(pool):
                 waiter.granted.set_exception(NoEngine(f"pool {pool!r} has no engine; the table: {self.states()}"))
                 continue
             free = [e for e in self.ready(pool) if self.in_flight[e.name] < self._rules.concurrency]

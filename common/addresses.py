@@ -10,6 +10,7 @@ from common.files import replace_file
 
 NAME = "addresses.json"
 MAIN, STALE = "main", "stale"  # the pools of engines: with the newest weights, and with older ones on purpose
+EVAL = "eval"  # of main, while an evaluation has it for itself
 
 
 class AddressesError(ValueError):

@@ -239,7 +239,15 @@ class EvalConfig(Table):
     every: Natural = 0
     init: bool = True
     modes: list[Literal["greedy", "sampled"]] = Field(default=["greedy"], min_length=1)
-    deadline_s: Rate = 120.0
+    samples: Positive = Field(default=1, description="rollouts per task in mode sampled; more give pass@k and pass^k")
+    temperature: float = Field(default=0.0, ge=0, description="of mode sampled; 0: sampling.temperature, what training sees")
+    deadline_s: Rate = Field(default=120.0, description="of one evaluation; engines are held at its version for so long")
+
+    @model_validator(mode="after")
+    def _sampled(self) -> EvalConfig:
+        if "sampled" not in self.modes:
+            unused(self, "eval", 'modes = ["sampled"]', "samples", "temperature")
+        return self
 
 
 class CheckpointConfig(Table):

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 LEARNER = "learner"  # its process, in edges
@@ -29,9 +28,8 @@ def session_name(rollout_id: str, attempt: int) -> str:
     return f"{rollout_id}.{attempt}"
 
 
-@dataclass(frozen=True)
-class Edge:
-    """`owner` has waited for `on` for `seconds`. Fields as in WaitMessage."""
+class Edge(NamedTuple):
+    """`owner` has waited for `on` for `seconds`. Fields as in WaitMessage. A tuple: the learner has thousands of them."""
 
     owner: str  # a process, a rollout, or a session of an env server
     name: str  # what kind of wait: "env.step", "publish.update", ...
@@ -59,11 +57,18 @@ class _State(NamedTuple):
 class Wait:
     """What one owner waits for at the moment. It may be moved from one thing to the next, by any thread."""
 
-    def __init__(self, owner: str = "", deadline_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        owner: str = "",
+        deadline_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "start",
+        on: str = "",
+    ) -> None:
         """`deadline_s`: of what has no deadline of its own, which may be told later."""
         self.owner, self.deadline_s = owner, deadline_s
         self._clock = clock
-        self._state = _State("start", "", "", 0.0, clock(), next(_NUMBERS))
+        self.set(name, on)
 
     def set(self, name: str, on: str, why: str = "", deadline_s: float = 0.0) -> None:
         """From now on it waits for this. One assignment: a reader sees the wait before or the one after."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from common.addresses import MAIN, STALE
+from common.addresses import EVAL, MAIN, STALE
 from common.config import DomainConfig, RunConfig
 from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
@@ -70,20 +70,26 @@ def assignment(
     config: RunConfig, domain: DomainConfig, group: Group, rollout: Rollout, greedy: bool, max_turns: int
 ) -> Assignment:
     limits = domain.limits
-    temperature = 0.0 if greedy else config.sampling.temperature
+    held_out = group.kind is Kind.EVAL
+    temperature = 0.0 if greedy else (held_out and config.eval.temperature) or config.sampling.temperature
     return Assignment(
         rollout_id=rollout.id,
         attempt=rollout.attempt,
         group_id=group.id,
         task=group.task,
         source=group.kind.source,
-        purpose="eval" if group.kind is Kind.EVAL else "train",
+        purpose="eval" if held_out else "train",
         limits=Limits(max_turns, limits.max_tokens, limits.deadline_s),
         sampling=Sampling(temperature, limits.max_new_tokens, seed=rollout.seed),
         context=domain.context.policy,
         stale_share=config.cross_policy.share if group.kind is Kind.RL and config.cross_policy.engines else 0.0,
         stage=group.stage,
     )
+
+
+def held_out_pool(engines: Iterable[EngineInfo]) -> str:
+    """Where held-out rollouts are sampled: by the engine that is held for them, or, where there is but one, by it."""
+    return EVAL if any(engine.pool == EVAL for engine in engines) else MAIN
 
 
 def read(data: bytes, rollout_id: str, vocabulary: Vocabulary, versions: Collection[int]) -> Trajectory:
@@ -110,7 +116,7 @@ def check_assignment(trajectory: Trajectory, asked: Assignment) -> None:
     for name, got, want in pairs:
         if got != want:
             raise RecordError("assignment", asked.rollout_id, f"{name} is {got!r}, assigned was {want!r}")
-    pools = (MAIN, STALE) if asked.stale_share else (MAIN,)
+    pools = (MAIN, EVAL) if asked.purpose == "eval" else (MAIN, STALE) if asked.stale_share else (MAIN,)
     for origin in origins_of(trajectory):
         if origin.pool not in pools:
             detail = f"version {origin.version} sampled it in pool {origin.pool!r}, assigned was {' or '.join(pools)}"
@@ -173,9 +179,10 @@ def reread(delivered: Iterable[Rollout], inbox: Inbox) -> tuple[dict[str, Trajec
     return found, lost
 
 
-def serves(engines: Iterable[EngineInfo], version: int) -> bool:
-    """Some engine of main."""
-    return any(e.in_main and e.state == "ready" and e.version == version for e in engines)
+def serves(engines: Collection[EngineInfo], version: int) -> bool:
+    """Some engine for held-out rollouts."""
+    pool = held_out_pool(engines)
+    return any(e.pool == pool and e.state == "ready" and e.version == version for e in engines)
 
 
 def fresh(engines: Iterable[EngineInfo], ledger: Ledger) -> bool:

@@ -27,13 +27,14 @@ from learner.inbox import Inbox
 from learner.ledger import Ledger
 from learner.progress import Actor, Rate
 from learner.proofs import Proofs
-from learner.rollouts import Group, Kind, Rollout, Rules, Standing, State
+from learner.rollouts import TRAINING, Group, Kind, Rollout, Rules, Standing, State
+from learner.scores import Scores
 
-TRAINING = (Kind.RL, Kind.WARM)
 TICK_S = 0.5  # how long a wait sleeps at most before it looks at leases again
 POLL_S, IDLE_POLL_S = 0.1, 0.5  # an actor with free slots asks again so soon while there may be work, and while not
 
 Events = Callable[[str, dict[str, Any]], None]
+Stop = Callable[[], bool]
 Key = tuple[str, int]  # rollout id, attempt
 
 
@@ -56,7 +57,7 @@ class Control:
         self._domains: dict[str, DomainConfig] = {domain.name: domain for domain in config.domains}
         train = {name: tasks[name]["train"] for name in self._domains}
         heldout = {name: tasks[name][SPLIT] for name in self._domains}
-        self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks))
+        self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks), Scores(folder), config.eval.samples)
         self.ledger = Ledger(Rules.of(config), incarnation)
         self.dispatch = Dispatch(config, train, self.ledger, events)
         self._inbox = Inbox(folder / "inbox", incarnation, config.checkpoint.keep)
@@ -143,36 +144,35 @@ class Control:
             self._forget()
 
     def evaluate(
-        self, label: str, version: int, modes: Sequence[str] = (), stop: Callable[[], bool] = lambda: False
+        self, label: str, version: int, modes: Sequence[str] = (), stop: Stop = lambda: False, weights: str = ""
     ) -> list[dict[str, Any]]:
-        """Held-out success of `version` in each mode (those of the configuration by default); entries of summary.json.
+        """Held-out success of `version` in each mode (those of the configuration by default); entries of summary.json. What was
+        scored with the same `weights` (see `learner/scores.py`; "": whatever they are) is not done again.
 
         Returns by eval.deadline_s. Engines should be held at `version`. When something is not done by then, when `stop` says
         so or the run has ended, nothing is recorded and the result is empty. Raises EveryRolloutFails.
         """
         limit = self.config.eval.deadline_s
         with self._changed:
-            self.evaluation.start(self.ledger, label, version, modes or self.config.eval.modes)
+            kept = self.evaluation.start(self.ledger, label, version, modes or self.config.eval.modes, weights)
             deadline = self._clock() + limit
             while self.evaluation.open and not stop() and self._pause("evaluate", deadline, limit):
                 self._tick()
             if late := self.evaluation.open:
-                self._events("evaluation_incomplete", {"rollouts": len(late), **stalls.report(self, self._clock())})
+                self._events("evaluation_incomplete", {"rollouts": len(late), **stalls.Graph(self, self._clock()).report()})
                 self.ledger.cancel(Kind.EVAL)
             self.waiting = None
             results, failed = self.evaluation.finish()
-            self._events("evaluation", {"results": results, "failed": failed})
+            self._events("evaluation", {"results": results, "failed": failed, "kept": kept})
             return [] if late else results
 
     # ---- reports -----------------------------------------------------------------------------------------
 
-    def counts(self, *kinds: Kind) -> dict[str, int]:
-        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`)."""
+    def counts(self, *kinds: Kind) -> dict[str, int]:  # of training, or of `kinds`
         with self._changed:
             return self.ledger.counts(*(kinds or TRAINING))
 
-    def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
-        """Outcome -> reason -> rollouts."""
+    def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:  # outcome -> reason -> rollouts
         with self._changed:
             return self.ledger.reasons(*(kinds or TRAINING))
 
@@ -285,11 +285,11 @@ class Control:
             return self._answer("STORED")
 
     def _store(self, trajectory: Trajectory, group: Group, rollout: Rollout, data: bytes) -> None:
-        self._streak.count = 0
         place = ("", 0)
         if group.kind is Kind.EVAL:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
         else:
+            self._streak.count = 0
             place = self._inbox.append(data)
             self._stored[rollout.id] = trajectory
         self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place, trajectory.total_reward)
@@ -311,8 +311,8 @@ class Control:
 
     def _given_up(self, rollout: Rollout) -> None:
         if rollout.state is State.FAILED:  # else it will be tried again
-            self._streak.add(rollout.reason)
-            self.evaluation.given_up(rollout.id)
+            if not self.evaluation.given_up(rollout.id):
+                self._streak.add(rollout.reason)
             self._changed.notify_all()
 
     def _answer(self, status: str, reason: str = "") -> Answer:
@@ -354,8 +354,7 @@ class Control:
         """Wait for a change, a while at most; False when it is over: the deadline has passed or the run has ended."""
         now = self._clock()
         if self.waiting is None or self.waiting.name != name:
-            self.waiting = Wait(LEARNER, limit, self._clock)
-            self.waiting.set(name, stalls.ACTORS)
+            self.waiting = Wait(LEARNER, limit, self._clock, name)
         if self.no_more or now >= deadline:
             return False
         self._changed.wait(min(TICK_S, deadline - now))

@@ -1,7 +1,8 @@
 """Evaluation: held-out success of one version, outside capacity and apart from everything that training reads.
 
 Success of a rollout is `metrics["success"]` (at least 0.5) when its environment reports one, else a return above 0.5.
-A failed rollout is tried again; out of attempts it is left out of `n` and reported as failed.
+A failed rollout is tried again; out of attempts it is left out of `n` and reported as failed. With several rollouts of a task,
+`success` is the mean over tasks of a task's share, and pass@k and pass^k say how it is spread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from common.types import Task, Trajectory
 from learner.assignments import EveryRolloutFails
 from learner.ledger import Ledger
 from learner.rollouts import Kind
+from learner.scores import Attempt, Scores
 from learner.tasks import TasksError
 
 SPLIT = "heldout"
@@ -27,14 +29,33 @@ def succeeded(trajectory: Trajectory) -> bool:
     return trajectory.total_reward > 0.5
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
-    """95% score interval of a proportion (Wilson 1927); (0, 1) without data."""
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """95% score interval of a proportion (Wilson 1927); (0, 1) without data.
+
+    Of a mean of `n` numbers in [0, 1] whose sum is `successes` as well: they vary no more than zeros and ones of that mean.
+    """
     if n == 0:
         return 0.0, 1.0
     p, z2 = successes / n, Z95 * Z95
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def pass_at(k: int, n: int, c: int) -> float:
+    """Probability that some of `k` of the `n` rollouts of a task is one of the `c` that succeeded: the unbiased estimate of
+    pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
+
+
+def pass_all(k: int, n: int, c: int) -> float:
+    """Probability that all `k` do: pass^k (Yao et al. 2024, tau-bench, section 3)."""
+    return math.comb(c, k) / math.comb(n, k)
+
+
+def powers(n: int) -> list[int]:
+    """1, 2, 4, ... and `n`; none for one sample, whose success says it all."""
+    return sorted({n, *(2**i for i in range(n.bit_length()))}) if n > 1 else []
 
 
 def fixed_tasks(tasks: Mapping[str, Sequence[Task]], count: int) -> dict[str, Sequence[Task]]:
@@ -58,41 +79,62 @@ class Job:
     label: str  # phase: "init", "warm" or "rl"
     version: int
     mode: str  # "greedy" or "sampled"
-    rollouts: dict[str, str] = field(default_factory=dict)  # open rollout id -> domain
-    successes: dict[str, list[bool]] = field(default_factory=dict)  # domain -> one entry per scored rollout
+    samples: int = 1  # rollouts of each task
+    rollouts: dict[str, Attempt] = field(default_factory=dict)  # open rollout id -> what it is
+    outcomes: dict[str, dict[str, list[bool]]] = field(default_factory=dict)  # domain -> task -> an entry per scored rollout
     failed: dict[str, int] = field(default_factory=dict)  # domain -> rollouts out of attempts, or not done by the deadline
 
     @property
     def total(self) -> int:
-        return len(self.rollouts) + sum(map(len, self.successes.values())) + sum(self.failed.values())
+        scored = sum(len(outcomes) for tasks in self.outcomes.values() for outcomes in tasks.values())
+        return len(self.rollouts) + scored + sum(self.failed.values())
 
-    def plan(self, rollout_id: str, domain: str) -> None:
-        self.rollouts[rollout_id] = domain
-        self.successes.setdefault(domain, [])
-        self.failed.setdefault(domain, 0)
+    def plan(self, rollout_id: str, attempt: Attempt) -> None:
+        self.rollouts[rollout_id] = attempt
+        self.outcomes.setdefault(attempt.domain, {})
+        self.failed.setdefault(attempt.domain, 0)
 
-    def scored(self, rollout_id: str, success: bool) -> None:
-        self.successes[self.rollouts.pop(rollout_id)].append(success)
+    def score(self, attempt: Attempt, success: bool) -> None:
+        self.outcomes.setdefault(attempt.domain, {}).setdefault(attempt.task, []).append(success)
+        self.failed.setdefault(attempt.domain, 0)
 
     def given_up(self, rollout_id: str) -> None:
-        self.failed[self.rollouts.pop(rollout_id)] += 1
+        self.failed[self.rollouts.pop(rollout_id).domain] += 1
 
     def results(self) -> list[dict[str, Any]]:
-        """One entry per domain, as in summary.json."""
+        """One entry per domain, as in summary.json. Rollouts of one task are alike, so intervals are over tasks."""
         out = []
-        for domain, outcomes in self.successes.items():
-            n = len(outcomes)
-            common = {"phase": self.label, "version": self.version, "split": SPLIT, "mode": self.mode, "domain": domain}
-            rate = sum(outcomes) / n if n else 0.0
-            out.append(common | {"success": rate, "n": n, "ci95": list(wilson(sum(outcomes), n))})
+        for domain, tasks in self.outcomes.items():
+            pairs = [(len(outcomes), sum(outcomes)) for outcomes in tasks.values()]  # a task's rollouts, and its successes
+            entry = {"phase": self.label, "version": self.version, "split": SPLIT, "mode": self.mode, "domain": domain}
+            rate, interval = _mean([c / n for n, c in pairs])
+            entry |= {"success": rate, "n": sum(n for n, _ in pairs), "tasks": len(pairs), "ci95": interval}
+            out.append(entry | {"pass_k": [found for k in powers(self.samples) if (found := _pass_k(k, pairs))]})
         return out
+
+
+def _mean(values: Sequence[float]) -> tuple[float, list[float]]:
+    return sum(values) / len(values) if values else 0.0, list(wilson(sum(values), len(values)))
+
+
+def _pass_k(k: int, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Over the tasks with at least `k` scored rollouts; empty when there are none."""
+    enough = [(n, c) for n, c in pairs if n >= k]
+    if not enough:
+        return {}
+    some, some_interval = _mean([pass_at(k, n, c) for n, c in enough])
+    every, every_interval = _mean([pass_all(k, n, c) for n, c in enough])
+    found = {"k": k, "tasks": len(enough), "pass_at": some, "pass_at_ci95": some_interval}
+    return found | {"pass_all": every, "pass_all_ci95": every_interval}
 
 
 class Evaluation:
     """The held-out rollouts that are open, and the results so far. One evaluation (a version, in some modes) at a time."""
 
-    def __init__(self, tasks: Mapping[str, Sequence[Task]]) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: Mapping[str, Sequence[Task]], scores: Scores | None = None, samples: int = 1) -> None:
+        """`samples`: rollouts of a task in mode "sampled". `scores`: what earlier lives of the run had scored."""
+        self._tasks, self._scores, self._samples = tasks, scores, samples
+        self._weights = ""  # that are evaluated, in the words of `scores`; "": nothing is kept
         self.jobs: list[Job] = []
         self.results: list[dict[str, Any]] = []  # of all evaluations, entries of summary.json
 
@@ -105,25 +147,40 @@ class Evaluation:
     def version(self) -> int:
         return self.jobs[0].version if self.jobs else 0
 
-    def start(self, ledger: Ledger, label: str, version: int, modes: Sequence[str]) -> None:
-        """Dispatch every task in every mode. Seeds depend on task and mode alone: evaluations compare like with like."""
-        self.jobs = [Job(label, version, mode) for mode in modes]
+    def start(self, ledger: Ledger, label: str, version: int, modes: Sequence[str], weights: str = "") -> int:
+        """Dispatch every task in every mode, but what was scored with these `weights` before; returns how many were. Seeds
+        depend on task, mode and sample alone: evaluations compare like with like."""
+        self._weights = weights
+        known = self._scores.of(weights) if self._scores and weights else {}
+        self.jobs = [Job(label, version, mode, self._samples if mode == "sampled" else 1) for mode in modes]
+        kept = 0
         for job in self.jobs:
             for domain, tasks in self._tasks.items():
-                for task in tasks:
-                    group = ledger.open(Kind.EVAL, task, "eval", domain, task.id, job.mode)
-                    job.plan(group.rollouts[0].id, domain)
+                for attempt, task in [(Attempt(job.mode, domain, t.id, n), t) for t in tasks for n in range(job.samples)]:
+                    if attempt in known:
+                        job.score(attempt, known[attempt])
+                        kept += 1
+                        continue
+                    seed = ("eval", domain, task.id, job.mode, *([attempt.sample] if attempt.sample else []))
+                    job.plan(ledger.open(Kind.EVAL, task, *seed).rollouts[0].id, attempt)
+        return kept
 
     def mode_of(self, rollout_id: str) -> str:
         return self._job(rollout_id).mode
 
     def scored(self, rollout_id: str, success: bool) -> None:
-        self._job(rollout_id).scored(rollout_id, success)
+        job = self._job(rollout_id)
+        attempt = job.rollouts.pop(rollout_id)
+        job.score(attempt, success)
+        if self._scores and self._weights:
+            self._scores.add(self._weights, attempt, success)
 
-    def given_up(self, rollout_id: str) -> None:
-        """Out of attempts. Does nothing for a rollout of training."""
-        if rollout_id in self.open:
+    def given_up(self, rollout_id: str) -> bool:
+        """Out of attempts; whether it was one of ours."""
+        ours = rollout_id in self.open
+        if ours:
             self._job(rollout_id).given_up(rollout_id)
+        return ours
 
     def finish(self) -> tuple[list[dict[str, Any]], int]:
         """Results, and how many rollouts failed. They are recorded if nothing is open any more: what is late is not a random

@@ -54,13 +54,13 @@ class EngineKeeper:
             with shared._changed:
                 if shared._closing:
                     return
-                target = shared._target(self._info.pool)
+                target = shared._target(self._index)
                 shared._loading[self._index] = target
             self._visit(target)
             with shared._changed:
                 shared._loading[self._index] = 0
                 shared._changed.wait_for(
-                    lambda seen=target: shared._closing or shared._target(self._info.pool) != seen, options.poll_s
+                    lambda seen=target: shared._closing or shared._target(self._index) != seen, options.poll_s
                 )
 
     def _visit(self, target: int) -> None:

@@ -79,7 +79,7 @@ def train(run: Run) -> None:
             run.control.abandon(batch, "nonfinite_gradient" if metrics["skipped_nonfinite"] else "no_live_token")
             continue
         run.control.commit(batch)
-        run.update += 1
+        run.update, run.totals.made_by = run.update + 1, run.control.incarnation
         if metrics["optimizer_steps"]:
             publish(run)
         else:
@@ -98,8 +98,8 @@ def begin(run: Run) -> None:
         if run.control.ledger.warm_update < run.last_warm_update:
             warm_start(run)
             publish(run)
+            run.save()  # a crash in the evaluation or in the first updates does not repeat the warm start
         evaluate_once(run, "warm")
-        run.save()  # a crash in the first updates does not repeat the warm start
     run.trainer.forget_moments()
 
 
@@ -141,6 +141,7 @@ def supervise(run: Run) -> dict[str, float]:
         metrics = run.trainer.supervised(batch.trajectories, run.config.warm.lr)
         if not metrics["skipped_nonfinite"]:
             run.control.commit(batch)
+            run.totals.made_by = run.control.incarnation
             return metrics
         run.control.abandon(batch, "nonfinite_gradient")
 
@@ -194,13 +195,15 @@ def evaluate_once(run: Run, phase: str) -> None:
         evaluate(run, phase)
 
 
-def evaluate(run: Run, phase: str) -> list[dict[str, Any]]:
-    """Held-out success of the newest version; none when it was not done by its deadline, twice. Raises Stopped."""
+def evaluate(run: Run, phase: str, anew: bool = False) -> list[dict[str, Any]]:
+    """Held-out success of the newest version; none when it was not done by its deadline, twice. What of it was scored before a
+    kill, or in the first try, stays, unless it is to be made `anew`. Raises Stopped."""
     results: list[dict[str, Any]] = []
     for _ in range(EVALUATION_TRIES):
         wait_served(run)  # a version that is still being written cannot be held
         with run.publisher.hold(run.config.eval.deadline_s + TAKE_S, run.version) as version:
-            results = run.control.evaluate(phase, version, stop=run.stop)
+            weights = "" if anew else f"{phase} {run.weights}"
+            results = run.control.evaluate(phase, version, stop=run.stop, weights=weights)
         if run.stop():
             raise Stopped
         if results:
@@ -307,6 +310,7 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
             rolling=config.engine.update == "rolling",
             dtype=config.model.dtype,
             temperature=config.sampling.temperature,
+            hold_one=router is None,
         ),
         [EngineInfo(e.name, e.url, e.pool, 0, "starting") for e in addresses.engines],
         lambda tensors, directory: hf.write(tensors, spec, directory, eos),
@@ -362,7 +366,7 @@ def work(run: Run, options: Options) -> int:
 
 
 def evaluate_and_tell(run: Run, path: Path) -> None:
-    found = {"updates": run.update, "evals": evaluate(run, "rl")}
+    found = {"updates": run.update, "evals": evaluate(run, "rl", anew=True)}
     if not found["evals"]:
         raise Silence(f"the evaluation was not done in {run.config.eval.deadline_s:g} s, twice; see why in events.jsonl")
     replace_file(path, json.dumps(found, indent=1).encode() + b"\n")

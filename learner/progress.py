@@ -70,5 +70,5 @@ def report(control: Control, now: float) -> dict[str, Any]:
             for name, actor in control.actors.items()
         ],
         "evals": control.evaluation.results,
-        **stalls.report(control, now),
+        **stalls.Graph(control, now).report(),
     }

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.addresses import MAIN, STALE
+from common.addresses import EVAL, STALE
 from common.types import EngineInfo
 from common.waits import Waits
 from learner.canary import Canary
@@ -66,6 +66,7 @@ class PublisherOptions:
     rolling_wait_s: float = 60.0  # for the one before; then they go on side by side: no engine waits for a hung one
     dtype: str = "float32"  # of the published weights
     temperature: float = 1.0  # that training samples at
+    hold_one: bool = True  # of several engines, for an evaluation; false: all, where nobody can choose among them (a router)
     refresh: int = 0  # updates after which engines of the stale pool get the newest version; 0: every one
 
 
@@ -73,6 +74,8 @@ class PublisherOptions:
 class _Hold:
     version: int
     until: float  # time.monotonic()
+    engines: frozenset[int]  # whose versions stay
+    alone: bool  # the others serve training meanwhile
 
 
 class Publisher:
@@ -103,6 +106,7 @@ class Publisher:
         self._newest = 0  # written and whole, of this incarnation
         self._stale = StalePool(options.refresh)
         self._hold: _Hold | None = None
+        self._told = list(self._table)  # the table that was told last
         self._pins: Counter[int] = Counter()
         self._refusals: Counter[int] = Counter()  # engine -> in a row, of one that never took an update
         self._failure: BaseException | None = None
@@ -179,18 +183,25 @@ class Publisher:
 
     @contextmanager
     def hold(self, seconds: float, version: int = 0) -> Iterator[int]:
-        """While inside, engines of the main pool stay at `version` (0: the one they are brought to now), which is yielded.
+        """While inside, an engine of main stays at `version` (0: the newest), which is yielded, in the pool EVAL: nobody else's
+        turns go there. The others follow what is published and serve training. One engine is both, and stays.
 
-        Publishing goes on, engines follow afterwards, or after `seconds`. An engine that restarts gets the held version.
+        Publishing goes on, the held engine follows afterwards, or after `seconds`. If it restarts, it gets the held version.
         """
         with self._changed:
-            version = version or self._target(MAIN)
+            version = version or self._newest
             if self._hold is not None and self._hold.until > time.monotonic():
                 raise PublishError(f"cannot hold version {version}: version {self._hold.version} is held already")
             if version not in self._folder.stored():
                 raise PublishError(f"cannot hold version {version}: versions on disk are {self._folder.stored()}")
-            self._hold = mine = _Hold(version, time.monotonic() + seconds)
+            main = [index for index, engine in enumerate(self._table) if engine.in_main]
+            alone = self._options.hold_one and len(main) > 1
+            if alone:
+                ready = {index: (self._table[index].state == "ready", self._table[index].version == version) for index in main}
+                main = [max(main, key=lambda index: (ready[index], index))]  # the last of those that serve it
+            self._hold = mine = _Hold(version, time.monotonic() + seconds, frozenset(main), alone)
             self._changed.notify_all()
+        self._tell()
         try:
             with self.pin(version):
                 yield version
@@ -198,6 +209,7 @@ class Publisher:
             with self._changed:
                 self._hold = None if self._hold is mine else self._hold
                 self._changed.notify_all()
+            self._tell()
 
     @contextmanager
     def pin(self, version: int) -> Iterator[None]:
@@ -275,19 +287,24 @@ class Publisher:
     def _collect(self) -> None:
         """Delete versions that nobody needs: not the newest, not wanted, not pinned, in no engine's hands."""
         with self._changed:
-            keep = {self._newest, self._target(MAIN), *self._loading.values(), *(+self._pins)}
-            keep |= {version for engine in self._table for version in (engine.version, self._target(engine.pool))}
+            keep = {self._newest, *self._loading.values(), *(+self._pins)}
+            keep |= {version for index, engine in enumerate(self._table) for version in (engine.version, self._target(index))}
             retired = self._folder.retire(keep, below=self._newest)  # a larger one is just being written
         self._folder.delete(retired)
 
-    def _target(self, pool: str) -> int:
-        """The version that engines of `pool` should have; evaluations hold those of main. The caller holds the lock."""
-        if pool == STALE:
+    def _target(self, index: int) -> int:
+        """The version that an engine should have. The caller holds the lock."""
+        if self._table[index].pool == STALE:
             return self._stale.version
+        hold = self._holding()
+        return hold.version if hold is not None and index in hold.engines else self._newest
+
+    def _holding(self) -> _Hold | None:
+        """The caller holds the lock."""
         if self._hold is not None and self._hold.until <= time.monotonic():
             self._events("hold_expired", {"version": self._hold.version, "newest": self._newest})
             self._hold = None
-        return self._hold.version if self._hold is not None else self._newest
+        return self._hold
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
@@ -301,8 +318,9 @@ class Publisher:
 
     def _served(self) -> int:
         """The newest version that an engine of main serves to stay, 0 when none does. The caller holds the lock."""
-        held = self._hold.version if self._hold is not None else 0
-        return max((e.version for e in self._main() if e.state == "ready" and held in (0, e.version)), default=0)
+        held = dict.fromkeys(self._hold.engines, self._hold.version) if self._hold is not None else {}
+        rows = [(e, held.get(index, e.version)) for index, e in enumerate(self._table) if e.in_main and e.state == "ready"]
+        return max((e.version for e, stays in rows if e.version == stays), default=0)
 
     def _hopeless(self) -> bool:
         """The caller holds the lock."""
@@ -314,13 +332,21 @@ class Publisher:
         return [engine for engine in self._table if engine.in_main]
 
     def _set_engine(self, index: int, **changes: Any) -> None:
+        with self._changed:
+            old = self._table[index]
+            self._table[index] = new = replace(old, **changes)
+            self._changed.notify_all()
+        self._tell()  # also when only a hold has ended
+        if new != old:
+            self._events("engine", {"name": new.name, "version": new.version, "state": new.state, "reason": new.reason})
+
+    def _tell(self) -> None:
+        """The table as actors are to see it, if that has changed. The caller does not hold the lock."""
         with self._telling:
             with self._changed:
-                old = self._table[index]
-                self._table[index] = new = replace(old, **changes)
-                table = list(self._table)
-                self._changed.notify_all()
-            if new == old:
-                return
-            self._on_engines(table)
-        self._events("engine", {"name": new.name, "version": new.version, "state": new.state, "reason": new.reason})
+                hold = self._hold
+                held = hold.engines if hold is not None and hold.alone else frozenset()
+                table = [replace(e, pool=EVAL) if index in held else e for index, e in enumerate(self._table)]
+                told, self._told = self._told, table
+            if table != told:
+                self._on_engines(table)

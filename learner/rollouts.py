@@ -28,6 +28,9 @@ class Kind(StrEnum):
         return Source.REFERENCE if self is Kind.WARM else Source.POLICY
 
 
+TRAINING = (Kind.RL, Kind.WARM)
+
+
 class State(StrEnum):
     PENDING = "pending"
     LEASED = "leased"

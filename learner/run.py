@@ -33,6 +33,7 @@ class Totals:
     """What the summary adds up over the run; saved with every checkpoint."""
 
     seconds: float = 0.0  # of earlier incarnations
+    made_by: int = 0  # the incarnation that made the newest update; 0: there was none yet
     warm_end: int = 0  # the supervised update that is the last, once the loss was low enough; 0: warm.updates is
     warm_evaluated: int = 0  # supervised updates behind the newest evaluation of the warm start
     warm_below: int = 0  # supervised updates since the loss was low enough
@@ -89,6 +90,11 @@ class Run:
     def last_warm_update(self) -> int:
         """The supervised update after which the warm start is over."""
         return self.totals.warm_end or self.config.warm.updates
+
+    @property
+    def weights(self) -> str:
+        """Names the present parameters: an incarnation makes an update once, and a rolled-back one is made by another."""
+        return f"{self.totals.made_by}.{self.control.ledger.warm_update}.{self.update}"
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

@@ -33,8 +33,20 @@ class RolloutCounts(Table):
         return self
 
 
+class PassK(Table):
+    """Over the tasks with at least `k` scored rollouts: the chance that one of `k` succeeds (pass@k), and that all do."""
+
+    k: Annotated[int, Field(ge=1)]
+    tasks: Count
+    pass_at: Rate
+    pass_at_ci95: tuple[Rate, Rate]
+    pass_all: Rate
+    pass_all_ci95: tuple[Rate, Rate]
+
+
 class Evaluation(Table):
-    """Success on one domain's held-out tasks; `n` rollouts were scored, `ci95` is an interval of the rate."""
+    """Success on one domain's held-out tasks, a mean over tasks; `n` rollouts were scored, `ci95` is an interval of the mean (of
+    Wilson, over `tasks`). `pass_k` has an entry for k = 1, 2, 4, ... and `eval.samples` when that is more than 1."""
 
     phase: Literal["init", "warm", "rl"]
     version: Count
@@ -43,7 +55,9 @@ class Evaluation(Table):
     domain: str
     success: Rate
     n: Count
+    tasks: Count = 0  # 0: of a run that was begun before they were counted
     ci95: tuple[Rate, Rate]
+    pass_k: list[PassK] = Field(default=[])
 
 
 class TokenCounts(Table):

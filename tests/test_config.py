@@ -165,6 +165,8 @@ TYPOS = {
         "max_lag 27 is too low: tokens of the stale pool are up to refresh 25 updates old when sampled, and wait for up to "
         "learner.max_lag 3 more; set it to 28 or more",
     ),
+    "samples without sampling": (MINIMAL, ["--eval.samples=4"], 'eval.samples = 4 is for modes = ["sampled"]; leave it out'),
+    "a temperature without sampling": (MINIMAL, ["--eval.temperature=0.5"], 'eval.temperature = 0.5 is for modes = ["sampled"]'),
     "a combination: evaluation": (MINIMAL, ["--eval.tasks=129"], "eval.tasks 129 exceeds domains.frozenlake.heldout_tasks 128"),
     "a combination: limits of no memory": (
         MINIMAL + "memory_notes = 3",

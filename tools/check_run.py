@@ -39,6 +39,9 @@ def checks(summary: dict[str, Any], config: RunConfig, args: argparse.Namespace)
         yield from _same_policy(args.run, config.model.dtype)
     if args.flat_gap or args.proven:
         yield from _proven(args.run)
+    for entry in summary["evals"]:
+        if entry.get("pass_k"):
+            yield _ordered(entry)
     for domain in sorted({e["domain"] for e in summary["evals"]}):
         yield from _learned(domain, [e for e in summary["evals"] if e["domain"] == domain and e["mode"] == "greedy"], args)
 
@@ -70,6 +73,15 @@ def _proven(run: Path) -> Iterator[tuple[str, bool]]:
     yield f"engines quarantined: {failed}", not failed
     alarms = sum(event["kind"] == "engine_gap" for event in events)
     yield f"updates whose engines and learner were apart: {alarms}", not alarms
+
+
+def _ordered(entry: dict[str, Any]) -> tuple[str, bool]:
+    """Of k rollouts, one succeeds the more often the larger k is, and all do the less often; where every task has them all."""
+    rows = [row for row in entry["pass_k"] if row["tasks"] == entry["tasks"]]
+    some, every = [row["pass_at"] for row in rows], [row["pass_all"] for row in rows]
+    said = ", ".join(f"{row['k']}: {row['pass_at']:.3f} and {row['pass_all']:.3f}" for row in rows)
+    ok = some == sorted(some) and every == sorted(every, reverse=True) and all(e <= s for s, e in zip(some, every, strict=True))
+    return f"{entry['domain']}: pass@k and pass^k of version {entry['version']}: {said}", ok
 
 
 def _learned(domain: str, evals: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[tuple[str, bool]]:

@@ -135,7 +135,7 @@ async def parts_of(
     chat: Conversation, vocabulary: Vocabulary, addresses: dict[str, list[str]], engines: list[EngineInfo], key: str = ""
 ) -> AsyncIterator[Parts]:
     waits = Waits()
-    client, envs = Engines(vocabulary, 20.0, PlaceRules(64), key=key, waits=waits), Envs(addresses, waits=waits)
+    client, envs = Engines(vocabulary, 21.0, PlaceRules(64), key=key, waits=waits), Envs(addresses, waits=waits)
     summaries = Summaries()
     client.places.update(engines)
     try:

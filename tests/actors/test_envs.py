@@ -13,6 +13,7 @@ from actors.envs import EnvLost, Envs
 from common import wire
 from common.proto import rl_pb2_grpc as pb_grpc
 from common.types import Action, Status, Task
+from common.waits import Wait
 from envserver.admission import Catalog
 from envserver.server import EnvService
 from envserver.sessions import Sessions
@@ -168,4 +169,38 @@ async def test_an_unknown_domain_and_a_wrong_task_are_clear() -> None:
             await envs.open(Task("chess", "t", 0, {}), "s-1", False)
         with pytest.raises(EnvLost, match="Open at"):
             await envs.open(Task("scripted", "t", 0, json.loads("{}")), "s-1", False)
+        await envs.close()
+
+
+async def test_a_heartbeat_brings_what_sessions_wait_for_inside_of_the_server() -> None:
+    """The step takes a second on a thread; the heartbeat answers meanwhile, so the server is not silent."""
+    async with env_server(ScriptedDomain(blocking=True)) as server:
+        envs = Envs({"scripted": [f"127.0.0.1:{server.port}"]})
+        session = await envs.open(Task("scripted", "t", 0, {"texts": ["slow 1", "he"]}), "s-1", False)
+        step = asyncio.create_task(envs.step(session, 0, Action("a")))
+        await eventually(lambda: server.sessions.edges({"s-1"}))
+        await envs.renew()
+        (edge,) = envs.edges()
+        assert (edge.owner, edge.name, edge.why) == ("env-scripted-0/s-1", "env.code", "step 0")
+        heard = envs.waits.silence("env-scripted-0")
+        await envs.renew()
+        assert envs.waits.silence("env-scripted-0") < heard + 1.0
+        await step
+        assert envs.edges() == []
+        await envs.close()
+
+
+async def test_a_wait_for_an_opening_names_the_replica_and_what_it_answered() -> None:
+    async with env_server(ScriptedDomain(), capacity=1) as server:
+        envs, wait = Envs({"scripted": [f"127.0.0.1:{server.port}"]}), Wait("r-1")
+        assert envs.waits.silence("env-scripted-0") == float("inf")
+        first = await envs.open(TASK, "s-1", False)
+        assert envs.waits.silence("env-scripted-0") < float("inf")
+        opening = asyncio.create_task(envs.open(TASK, "s-2", False, wait))
+        await eventually(lambda: "all 1 sessions are in use" in str(wait))
+        assert (wait.name, wait.on) == ("env.open", "env-scripted-0")
+        number = wait.edge(0.0, 0.0).number
+        envs.close_session(first)
+        await opening
+        assert wait.edge(0.0, 0.0).number == number  # one wait, however often it was tried
         await envs.close()

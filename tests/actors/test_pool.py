@@ -155,7 +155,7 @@ async def test_heartbeats_say_what_each_rollout_waits_for() -> None:
     renewal = learner.renewals[0]
     assert [(key.rollout_id, key.attempt) for key in renewal.running] == [("r-0", 0)]
     (wait,) = renewal.waits
-    assert (wait.name, wait.owner, wait.on, wait.deadline) == ("engine.generate", "r-0", "engine-0", 20.0)  # engine.timeout_s
+    assert (wait.name, wait.owner, wait.on, wait.deadline) == ("engine.generate", "r-0", "engine-0", 21.0)  # engine.timeout_s
     assert renewal.incarnation == 1
 
 

@@ -45,6 +45,23 @@ async def play(work: Assignment, engines: list[EngineInfo]):
         return await run_rollout(work, parts, Wait())
 
 
+async def test_held_out_rollouts_go_to_the_engine_that_is_held_for_them_and_nobody_else_does() -> None:
+    """Where none is, they go where the others go. The held engine may be away for a while: then they wait for it."""
+    with FakeEngine(reply=PLAN) as new, FakeEngine(reply=PLAN) as held:
+        engines, work = table((new, "main", 9), (held, "eval", 4)), cross_policy(0.0)
+        held_out = replace(work, purpose="eval")
+        assert origins_of(await play(held_out, engines)) == (Origin(4, "eval"),)
+        assert origins_of(await play(work, engines)) == (Origin(9, "main"),)
+        assert origins_of(await play(held_out, engines[:1])) == (Origin(9, "main"),)
+        wait = Wait()
+        async with env_server(ScriptedDomain()) as server, toy_parts([f"127.0.0.1:{server.port}"], engines) as parts:
+            parts.engines.places.update([engines[0], replace(engines[1], state="starting")])
+            playing = asyncio.create_task(run_rollout(held_out, parts, wait))
+            await eventually(lambda: (wait.name, wait.on) == ("engine.ready", "engines of eval"))
+            parts.engines.places.update(engines)
+            assert origins_of(await playing) == (Origin(4, "eval"),)
+
+
 def drawn(work: Assignment, count: int = TURNS) -> list[str]:
     return ["stale" if turn_uses_stale_pool(work.sampling.seed, n, work.stale_share) else "main" for n in range(count)]
 

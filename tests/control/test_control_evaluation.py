@@ -13,6 +13,7 @@ from tests.control.scripted import (
     lease,
     publish,
     started,
+    step,
     trajectory,
 )
 from tests.processes import until
@@ -34,7 +35,7 @@ def test_097_evaluation_goes_first_and_leaves_training_untouched(tmp_path):
     greedy, sampled = result()
     assert (greedy["mode"], greedy["n"], greedy["success"]) == ("greedy", 3, 2 / 3)
     assert (sampled["mode"], sampled["n"], sampled["success"]) == ("sampled", 2, 1.0)
-    assert set(greedy) == {"phase", "version", "split", "mode", "domain", "success", "n", "ci95"}
+    assert set(greedy) == {"phase", "version", "split", "mode", "domain", "success", "n", "tasks", "ci95", "pass_k"}
     assert control.state()["sampler"] == plain.state()["sampler"]
     assert control.counts() == plain.counts()
     a, b = lease(control), lease(plain)
@@ -108,3 +109,80 @@ def test_a_stopped_evaluation_records_nothing(tmp_path):
     assert result() == [] == control.evaluation.results
     assert control.counts(Kind.EVAL)["cancelled"] == 3
     assert events.of("evaluation_incomplete")[0]["rollouts"] == 3
+
+
+def test_097_samples_have_their_own_seeds_and_temperature_and_training_sees_nothing_of_them(tmp_path):
+    """Four rollouts a task at temperature 0.6, half of them failing for good: what training would be handed out, what it knows
+    of its tasks, and when it gives up are as without."""
+    table = {"modes": ["sampled"], "samples": 4, "temperature": 0.6}
+    control, _, events = started(tmp_path / "with", eval=table)
+    plain, _, _ = started(tmp_path / "without")
+    result = in_background(control.evaluate, "rl", 1, (), lambda: False, "rl 1.0.0")
+    until(lambda: control.evaluation.open, "the evaluation to begin")
+    assigned = lease(control, 12)
+    assert {a.sampling.temperature for a in assigned} == {0.6}
+    assert len({a.sampling.seed for a in assigned}) == 12
+    for n, a in enumerate(assigned):
+        hand_in(control, trajectory(a, reward=float(n % 2)) if n < 8 else failed(a))
+    for a in lease(control, 4):
+        hand_in(control, failed(a))
+    (entry,) = result()
+    assert (entry["n"], entry["tasks"], entry["success"]) == (8, 2, 0.5)
+    assert [x["k"] for x in entry["pass_k"]] == [1, 2, 4]
+    assert events.of("evaluation")[0]["failed"] == 4
+    assert control._streak.count == plain._streak.count == 0
+    with_it, without = control.state(), plain.state()
+    assert with_it["sampler"] == without["sampler"]
+    assert with_it["tokens"] == without["tokens"]
+    a, b = lease(control), lease(plain)
+    assert [(x.rollout_id, x.sampling, x.task.id) for x in a] == [(x.rollout_id, x.sampling, x.task.id) for x in b]
+
+
+def test_an_evaluation_that_was_late_goes_on_where_it_was(tmp_path):
+    control, clock, events = started(tmp_path)
+    result = in_background(control.evaluate, "rl", 1, (), lambda: False, "rl 1.0.0")
+    until(lambda: control.evaluation.open, "the evaluation to begin")
+    first, *_ = lease(control, 3)
+    hand_in(control, trajectory(first))
+    clock.now = 31.0
+    control.set_engines([engine(1)])
+    assert result() == []
+    again = in_background(control.evaluate, "rl", 1, (), lambda: False, "rl 1.0.0")
+    until(lambda: control.evaluation.open, "the evaluation to go on")
+    rest = [a for a in lease(control, 3) if a.purpose == "eval"]
+    assert sorted(a.task.id for a in rest) == ["heldout-1", "heldout-2"]
+    for a in rest:
+        hand_in(control, trajectory(a, reward=0.0))
+    (entry,) = again()
+    assert (entry["n"], entry["success"]) == (3, 1 / 3)
+    assert [event["kept"] for event in events.of("evaluation")] == [0, 1]
+
+
+def test_training_that_fails_is_not_excused_by_an_evaluation_that_does_not(tmp_path):
+    control, _, _ = started(tmp_path)
+    control._streak.count = 7
+    result = in_background(control.evaluate, "rl", 1)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
+    for a in lease(control, 3):
+        hand_in(control, trajectory(a))
+    result()
+    assert control._streak.count == 7
+
+
+def test_one_of_two_engines_is_held_for_the_evaluation_and_training_goes_on_with_the_other(tmp_path):
+    """The held one alone starts no training; what it samples is no training rollout's, and a held-out rollout may be of it."""
+    control, _, _ = started(tmp_path)
+    result = in_background(control.evaluate, "rl", 1)
+    until(lambda: control.evaluation.open, "the evaluation to begin")
+    control.set_engines([engine(1), engine(1, "updating", pool="eval")])
+    assert {a.purpose for a in lease(control, 2)} == {"train"}
+    assert "no engine serves version 1" in control.status()["sentence"]
+    control.set_engines([engine(1, "updating"), engine(1, pool="eval")])
+    held = lease(control, 100)
+    assert [a.purpose for a in held] == ["eval"] * 3
+    for a in held:
+        assert hand_in(control, trajectory(a, steps=(step([3, 4], [(0, 1, "eval")], 1.0),))) == "STORED"
+    assert result()[0]["success"] == 1.0
+    control.set_engines([engine(1), engine(1, pool="eval")])
+    (train, *_) = lease(control)
+    assert hand_in(control, trajectory(train, steps=(step([3, 4], [(0, 1, "eval")], 1.0),))) == "REFUSED"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from common.waits import Edge
 from learner.stalls import WRITER, publisher_of
@@ -61,7 +60,7 @@ def test_a_session_that_the_server_works_on_is_followed_into_the_server(tmp_path
     clock.now = 90.0
     step = Edge(a.rollout_id, "env.step", "env-toy-0", "", 80.0, 120.0, 1.5, 4)
     inside = Edge(f"env-toy-0/{a.rollout_id}.1", "env.code", "code of toy", "step 3", 79.5, 120.0, 79.5, 9)
-    heartbeat(control, [a], step, replace(inside, silent=0.0))
+    heartbeat(control, [a], step, inside._replace(silent=0.0))
     assert stall(control) == [
         "root cause: env-toy-0/1-g000000-0.1 waits for code of toy (env.code, step 3) for 79.5 s of 120 s",
         "learner waits for 2 groups of toy: rollout 1-g000000-0 on actor-0 waits for env-toy-0 (env.step) for 80.0 s of 120 s; "
@@ -69,7 +68,7 @@ def test_a_session_that_the_server_works_on_is_followed_into_the_server(tmp_path
         "rollout 1-g000000-0 on actor-0 waits for env-toy-0 (env.step) for 80.0 s of 120 s",
         "env-toy-0/1-g000000-0.1 waits for code of toy (env.code, step 3) for 79.5 s of 120 s",
     ]
-    heartbeat(control, [a], replace(step, silent=6.0), inside)  # an older word of a server that does not answer any more
+    heartbeat(control, [a], step._replace(silent=6.0), inside)  # an older word of a server that does not answer any more
     assert stall(control)[0] == "root cause: env-toy-0 has been silent for 6 s"
 
 
@@ -130,11 +129,13 @@ def test_what_the_main_thread_waits_for_besides_rollouts(tmp_path):
         clock.now = 3.0
         said = "learner waits for the checkpoint before (checkpoint) for 3.0 s of 300 s"
         assert stall(control) == [f"root cause: {said}", said]
+    assert control.take(0) is None
     for a in lease(control, 4):
         hand_in(control, trajectory(a))
     batch = control.take(0)
     assert stall(control) == ["learner trains update 1 on 2 groups"]
     control.commit(batch)
+    assert stall(control) == ["learner is in phase rl"]  # it publishes, writes down: the wait for rollouts is over
     assert control.status()["rollouts"]["trained"] == 4
 
 
@@ -178,7 +179,7 @@ def test_a_wait_past_its_deadline_becomes_one_event_with_the_graph(tmp_path):
     (_, event) = events.of("wait_past_deadline")
     assert (event["count"], {edge["owner"] for edge in event["late"]}) == (4, {a.rollout_id for a in assigned})
     assert event["stall"][0] == "root cause: env-toy-0 has been silent for 30 s; 4 rollouts wait for it"
-    heartbeat(control, assigned, *[replace(edge, seconds=31.0, number=edge.number + 100) for edge in waits])
+    heartbeat(control, assigned, *[edge._replace(seconds=31.0, number=edge.number + 100) for edge in waits])
     clock.now += 1
     control.status()
     assert [event["count"] for event in events.of("wait_past_deadline")] == [1, 4, 4]

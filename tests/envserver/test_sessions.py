@@ -291,3 +291,36 @@ async def test_workers_abandon_jobs_in_every_state():
 def test_an_observation_that_no_record_may_hold_is_an_error_of_the_environment(observation):
     with pytest.raises(ValueError):  # noqa: PT011 - of several makers
         _to_wire(observation)
+
+
+async def test_a_session_waits_for_a_thread_and_then_for_its_code():
+    """One thread: the first step hangs on it, the second waits for it. When the first returns, the second is in its code."""
+    sessions, clock = make(threads=1)
+    await sessions.open("a", HANG, False)
+    await sessions.open("b", HANG, False)
+    first = await hang(sessions, "a")
+    second = asyncio.create_task(sessions.step("b", 0, Action("work")))
+    await eventually(lambda: sessions.edges({"b"}))
+    clock.now += 3.0
+    (a, b) = [sessions.edges({name})[0] for name in ("a", "b")]
+    assert (a.owner, a.name, a.on, a.why, a.seconds) == ("a", "env.code", "code of script", "step 0", 3.0)
+    assert (b.owner, b.name, b.on, b.why, b.seconds) == ("b", "env.thread", "one of 1 threads", "step 0", 3.0)
+    assert len(sessions.edges({"a", "b", "c"})) == 2
+    sessions.domain.gate.set()
+    await first
+    await second
+    assert sessions.edges({"a", "b"}) == []
+
+
+async def test_a_call_of_environment_code_is_late_after_what_a_rollout_may_take():
+    clock = Clock()
+    sessions = Sessions(Script(), 4, 2, 60.0, clock, late_s=20.0)
+    await sessions.open("a", HANG, False)
+    step = await hang(sessions, "a")
+    clock.now += 20.5
+    assert (sessions.edges({"a"})[0].deadline, sessions.edges({"a"})[0].late) == (20.0, True)
+    sessions.close("a")
+    with pytest.raises(Refused):
+        await step
+    assert sessions.edges({"a"}) == []  # given up, whatever the thread still does
+    sessions.domain.gate.set()

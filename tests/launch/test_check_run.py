@@ -41,6 +41,19 @@ def test_a_run_that_holds_what_it_promises(check):
     assert check() == (0, [])
 
 
+def test_chances_of_several_rollouts_rise_and_fall_with_their_number(check):
+    def with_chances(*pairs, tasks=3):
+        rows = [{"k": 2**n, "tasks": tasks, "pass_at": some, "pass_all": every} for n, (some, every) in enumerate(pairs)]
+        return [*GOOD, evaluation("rl", "a", 0.9, 0.85, 0.95) | {"tasks": 3, "version": 7, "pass_k": rows}]
+
+    assert check(with_chances((0.5, 0.5), (0.7, 0.3))) == (0, [])
+    falls = "a: pass@k and pass^k of version 7: 1: 0.500 and 0.500, 2: 0.400 and 0.300"
+    assert check(with_chances((0.5, 0.5), (0.4, 0.3))) == (1, [falls])
+    assert check(with_chances((0.5, 0.5), (0.7, 0.6)))[0] == 1
+    assert check(with_chances((0.5, 0.6)))[0] == 1
+    assert check(with_chances((0.5, 0.5), (0.4, 0.3), tasks=2))[0] == 0  # over other tasks: nothing follows
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

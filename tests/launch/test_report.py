@@ -50,6 +50,15 @@ def test_status_in_sentences():
     ]
 
 
+def test_an_evaluation_with_several_rollouts_a_task():
+    chances = [{"k": k, "pass_at": 0.5 + k / 10, "pass_all": 0.5 - k / 20} for k in (1, 2, 4)]
+    row = FULL["evals"][0] | {"mode": "sampled", "n": 512, "pass_k": chances}
+    assert words.evaluation(row) == (
+        "eval warm: frozenlake 0.500 [0.410, 0.590] sampled, n 512, version 1, "
+        "pass@2 0.700, pass@4 0.900, pass^2 0.400, pass^4 0.300"
+    )
+
+
 def shown(report, reachable=True) -> str:
     console = Console(file=io.StringIO(), width=160)
     console.print(picture("local demo", report, reachable, {"learner": "running", "actor-0": "waits to restart"}))

@@ -102,6 +102,7 @@ def publishing(
     rolling_wait_s=60.0,
     pools=(),
     refresh=0,
+    hold_one=True,
 ):
     log = log or Log()
     names = pools or ["main"] * len(engines)
@@ -109,7 +110,9 @@ def publishing(
     with transport(run, engines) as way:
         wait = {"poll_s": 0.02, "backoff_s": backoff_s, "backoff_max_s": max(backoff_s, 0.1)}
         wait["rolling_wait_s"] = rolling_wait_s
-        options = PublisherOptions(run, incarnation, deadlines, **wait, rolling=rolling, refresh=refresh, transport=way)
+        options = PublisherOptions(
+            run, incarnation, deadlines, **wait, rolling=rolling, refresh=refresh, transport=way, hold_one=hold_one
+        )
         publisher = Publisher(options, rows, save, log.event, log.tables.append)
         try:
             yield publisher

@@ -26,12 +26,12 @@ class Control:
     """Records what the loop does. `done` warm updates were made before a resume."""
 
     def __init__(self, done=0, results=()):
-        self.waits = Waits()
+        self.waits, self.incarnation = Waits(), 1
         self.deliveries = {"stored": 0}
         self.results = list(results)  # of the evaluations to come; none: all are late
         self.ledger = SimpleNamespace(warm_update=done)
         self.evaluation = SimpleNamespace(results=[])
-        self.evaluated = []
+        self.evaluated, self.weights = [], []
         self.abandoned = []
 
     def published(self, version, update):
@@ -49,7 +49,8 @@ class Control:
     def abandon(self, batch, reason):
         self.abandoned.append(reason)
 
-    def evaluate(self, phase, version, stop):
+    def evaluate(self, phase, version, stop, weights):
+        self.weights.append(weights)
         self.evaluated.append((phase, version))
         found = self.results.pop(0) if self.results else []
         self.evaluation.results += found
@@ -170,9 +171,9 @@ class RlControl(Control):
     def commit(self, batch):
         pass
 
-    def evaluate(self, phase, version, stop):
+    def evaluate(self, phase, version, stop, weights):
         self.results = [[entry(phase, version)]]
-        return super().evaluate(phase, version, stop)
+        return super().evaluate(phase, version, stop, weights)
 
 
 def trained(tmp_path, engine, *outcomes, **learner):
@@ -203,6 +204,7 @@ def test_093_a_skipped_update_is_no_update(tmp_path):
         assert run.version == 3  # of the start and of two updates
         assert engine.weight_version == "3"
         assert run.control.evaluated == [("rl", 2), ("rl", 3)]  # after the first update, and at the end
+        assert run.control.weights == ["rl 1.0.1", "rl 1.0.2"]
 
 
 def test_093_training_that_is_given_up_leaves_the_last_good_checkpoint(tmp_path):
@@ -222,6 +224,7 @@ def test_a_resume_makes_the_evaluation_that_was_not_done(tmp_path):
         run.trainer, run.folder = Sometimes(2), Folder()
         main.train(run)
         assert run.control.evaluated == [("rl", 1), ("rl", 2)]
+        assert run.control.weights == ["rl 0.0.1", "rl 1.0.2"]  # another life had made the first
 
 
 def test_everything_is_closed_whatever_fails(tmp_path):
@@ -365,6 +368,7 @@ def test_a_warm_start_is_evaluated_as_it_ended(tmp_path):
         main.publish(run)
         main.evaluate_once(run, "warm")
         assert run.control.evaluated == [("warm", 1), ("warm", 2)]
+        assert run.control.weights == ["warm 0.8.0", "warm 0.14.0"]
 
 
 def test_a_resumed_warm_start_makes_what_is_left_and_counts_no_skipped_update():

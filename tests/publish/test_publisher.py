@@ -1,6 +1,7 @@
 """The publisher over real fake engines: order, deadlines, quarantine, restarts."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,21 @@ def test_a_wrong_version_after_the_update_is_a_failure(tmp_path, engine):
         f.get("reason") for _, f in log.events
     ]
     assert engine.posts() == SEQUENCE + SEQUENCE[:2] + UNDO + SEQUENCE
+
+
+def test_a_publisher_that_waits_for_an_engine_says_for_which_stage_and_until_when(tmp_path, engine):
+    engine.script("/update_weights_from_disk", HANG)
+    with publishing(tmp_path, [engine], deadlines=replace(EASY, update_s=3.0)) as publisher:
+        version = publisher.publish(0, weights(1), canary())
+        seen = []
+        until(
+            lambda: seen.extend(e for e in publisher.waits.edges() if e.name == "publish.update") or seen, "the update to begin"
+        )
+        assert (seen[0].owner, seen[0].on, seen[0].why) == ("publisher of engine-0", "engine-0", "version 1")
+        assert seen[0].deadline == 3.0
+        assert publisher.waits.silence("engine-0") < float("inf")  # it had answered the look and the pause
+        assert publisher.wait_ready(version, 20) == version
+        until(lambda: all(edge.name == "engine.look" for edge in publisher.waits.edges()), "nothing to be waited for")
 
 
 def test_weights_changed_but_not_flushed_never_generates_on_the_old_cache(tmp_path, engine):

@@ -246,8 +246,19 @@ SUMMARY = {
             "mode": "greedy",
             "domain": "frozenlake",
             "success": 0.5,
-            "n": 4,
+            "n": 8,
+            "tasks": 4,
             "ci95": [0.15, 0.85],
+            "pass_k": [
+                {
+                    "k": 2,
+                    "tasks": 4,
+                    "pass_at": 0.75,
+                    "pass_at_ci95": [0.3, 0.95],
+                    "pass_all": 0.25,
+                    "pass_all_ci95": [0.05, 0.7],
+                }
+            ],
         }
     ],
     "tokens": {"sampled": 100, "trained": 90},

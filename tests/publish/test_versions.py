@@ -72,7 +72,59 @@ def test_clean_up_spares_a_version_that_is_whole_and_not_yet_called_newest(tmp_p
         assert publisher._folder.stored() == [1, 2]
 
 
-def test_hold_keeps_every_engine_at_its_version(tmp_path, engine):
+def told(log):
+    """The newest table: each engine's pool and version."""
+    return [(engine.pool, engine.version) for engine in (log.tables or [[]])[-1]]
+
+
+def test_of_several_engines_one_is_held_and_the_others_serve_training(tmp_path, engine):
+    log = Log()
+    with FakeEngine() as other, publishing(tmp_path, [engine, other], log=log) as publisher:
+        publisher.publish(0, weights(0), canary())
+        until(lambda: told(log) == [("main", 1), ("main", 1)], "both to serve version 1")
+        with publisher.hold(20, version=1):
+            assert told(log) == [("main", 1), ("eval", 1)]
+            version = publisher.publish(1, weights(1), canary())
+            assert publisher.wait_ready(version, 20) == 2  # a hold keeps nobody waiting who trains
+            until(lambda: told(log) == [("main", 2), ("eval", 1)], "the other one to go on")
+            other.restart()
+            until(lambda: other.weight_version == "1" and told(log) == [("main", 2), ("eval", 1)], "the held version again")
+        assert told(log)[1][0] == "main"
+        until(lambda: told(log) == [("main", 2), ("main", 2)], "both to serve version 2")
+
+
+def test_the_engine_that_is_held_is_one_that_serves_the_version(tmp_path, engine):
+    log = Log()
+    with FakeEngine() as other, publishing(tmp_path, [engine, other], log=log) as publisher:
+        other.script("/pause_generation", *[Answer(500, {"error": {"message": "no"}})] * 1000)
+        assert publisher.wait_ready(publisher.publish(0, weights(0), canary()), 20) == 1
+        with publisher.hold(20, version=1):
+            assert told(log)[0] == ("eval", 1)
+
+
+def test_behind_a_router_all_engines_are_held(tmp_path, engine):
+    log = Log()
+    with FakeEngine() as other, publishing(tmp_path, [engine, other], log=log, hold_one=False) as publisher:
+        publisher.publish(0, weights(0), canary())
+        until(lambda: told(log) == [("main", 1), ("main", 1)], "both to serve version 1")
+        with publisher.hold(20, version=1):
+            version = publisher.publish(1, weights(1), canary())
+            until(lambda: (tmp_path / "weights" / "2" / "DONE").exists(), "it is written meanwhile")
+            with pytest.raises(PublishError, match="evaluation holds version 1"):
+                publisher.wait_ready(version, 0.1)
+            assert told(log) == [("main", 1), ("main", 1)]
+
+
+def test_an_engine_whose_hold_has_ended_by_itself_is_everybodys_again(tmp_path, engine):
+    log = Log()
+    with FakeEngine() as other, publishing(tmp_path, [engine, other], log=log) as publisher:
+        publisher.publish(0, weights(0), canary())
+        until(lambda: told(log) == [("main", 1), ("main", 1)], "both to serve version 1")
+        with publisher.hold(0.1, version=1):
+            until(lambda: told(log) == [("main", 1), ("main", 1)], "the hold to end")
+
+
+def test_hold_keeps_the_only_engine_at_its_version(tmp_path, engine):
     with publishing(tmp_path, [engine]) as publisher:
         publisher.wait_ready(publisher.publish(0, weights(0), canary()), 20)
         with publisher.hold(20) as held:

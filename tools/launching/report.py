@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.addresses import STALE
+from common.addresses import EVAL, STALE
 
 Report = dict[str, Any]
 ALL = 1_000
 LEAVINGS = {"lost": "outcome/LOST", "refused": "outcome/REFUSED"}  # what should not become of an actor's rollouts
+POOLS = {STALE: " (stale pool)", EVAL: " (held for an evaluation)"}
 OUTCOMES = ("dispatched", "open", "trained", "filtered", "stale", "failed", "cancelled")
 
 
@@ -55,7 +56,7 @@ def waits(report: Report, most: int = 6) -> list[str]:
 
 def engines(report: Report) -> list[str]:
     return [
-        f"{row.get('name', '?')}{' (stale pool)' if row.get('pool') == STALE else ''} {row.get('state', '?')}"
+        f"{row.get('name', '?')}{POOLS.get(str(row.get('pool')), '')} {row.get('state', '?')}"
         f", version {number(row.get('version'))}" + (f" ({row['reason']})" if row.get("reason") else "")
         for row in rows(report, "engines")
     ]
@@ -76,9 +77,12 @@ def evaluation(row: dict[str, Any]) -> str:
         bounds = f" [{number(interval[0], 3)}, {number(interval[1], 3)}]"
     else:
         bounds = f" ± {number(interval, 3)}" if isinstance(interval, int | float) else ""
+    several = [x for x in rows(row, "pass_k") if x.get("k") != 1]
+    chances = "".join(f", pass@{x.get('k')} {number(x.get('pass_at'), 3)}" for x in several)
+    chances += "".join(f", pass^{x.get('k')} {number(x.get('pass_all'), 3)}" for x in several)
     return (
         f"eval {row.get('phase', '?')}: {row.get('domain', '?')} {number(row.get('success'), 3)}{bounds}"
-        f" {row.get('mode', '')}, n {number(row.get('n'))}, version {number(row.get('version'))}"
+        f" {row.get('mode', '')}, n {number(row.get('n'))}, version {number(row.get('version'))}{chances}"
     )
 
 
