@@ -15,11 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from common.record import Segment
 from common.types import Status, Trajectory
-from learner import advantages
+from learner import advantages, temporal
+
+_grpo = jax.jit(advantages.grpo, static_argnames="ddof")
+_gae = jax.jit(temporal.gae, static_argnames=("gamma", "lam"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,8 @@ def of_group(group: Sequence[Trajectory], segments: Sequence[Sequence[Segment]],
     A group is what it was planned as, a list of rollouts; its statistics are over rollouts, however many segments
     each has. The caller leaves out rollouts without a reward (FAILED).
     """
-    scores = advantages.grpo(np.asarray([trajectory.total_reward for trajectory in group]), ddof)
+    rewards, mask = _filled(np.asarray([trajectory.total_reward for trajectory in group]))
+    scores = np.asarray(_grpo(rewards, mask, ddof=ddof))[: len(group)]
     return [
         [_credit(segment, np.full(segment.mask.sum(), score)) for segment in parts]
         for score, parts in zip(scores, segments, strict=True)
@@ -64,14 +70,33 @@ def of_rollout(
     step_of = np.concatenate([segment.step_of[segment.mask] for segment in segments])
     order = np.argsort(step_of, kind="stable")
     old = np.concatenate([value[segment.mask] for segment, value in zip(segments, values, strict=True)])
-    rewards = advantages.place_rewards(np.asarray([step.reward for step in trajectory.steps]), step_of[order])
+    rewards, mask = _filled(place_rewards(np.asarray([step.reward for step in trajectory.steps]), step_of[order]))
     bootstrap = after if discount.bootstrap and trajectory.status == Status.TRUNCATED else 0.0
-    ordered = advantages.gae(rewards, old[order], bootstrap, discount.gamma, discount.lam)
+    ordered = _gae(rewards, _filled(old[order])[0], mask, jnp.float32(bootstrap), gamma=discount.gamma, lam=discount.lam)
     gains, returns = np.empty(len(order)), np.empty(len(order))
-    gains[order], returns[order] = ordered
+    gains[order], returns[order] = (np.asarray(x)[: len(order)] for x in ordered)
     cuts = np.cumsum([segment.mask.sum() for segment in segments])[:-1]
     parts = zip(segments, np.split(gains, cuts), np.split(returns, cuts), np.split(old, cuts), strict=True)
     return [_credit(segment, *arrays) for segment, *arrays in parts]
+
+
+def place_rewards(step_rewards: np.ndarray, step_of: np.ndarray) -> np.ndarray:
+    """[S] rewards of steps -> [A] rewards of action tokens: each stands on the last action token of its step.
+
+    `step_of` [A] names the step of each action token and never falls. The reward of a step without tokens stands on
+    the last token before it (the first one if there is none before); without any token there is nothing to reward.
+    """
+    rewards = np.zeros(len(step_of))
+    if len(step_of):
+        last = np.searchsorted(step_of, np.arange(len(step_rewards)), side="right") - 1
+        np.add.at(rewards, np.maximum(last, 0), step_rewards)
+    return rewards
+
+
+def _filled(values: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """[N] float32 with zeros behind, up to a power of two, so that few lengths are compiled; and which are real."""
+    size = 1 << max(4, (len(values) - 1).bit_length())
+    return jnp.zeros(size).at[: len(values)].set(values), jnp.arange(size) < len(values)
 
 
 def last_segment(trajectory: Trajectory, segments: Sequence[Segment]) -> int:

@@ -132,7 +132,8 @@ class Trainer:
         flat = [part for group in credits for parts in group for part in parts]
         masks = [mask for group in batch for rollout in group for mask in rollout.masks]
         if algorithm.normalize_advantages and flat:
-            white = whiten(np.concatenate([part.advantages[mask] for part, mask in zip(flat, masks, strict=True)]))
+            gains = np.concatenate([part.advantages[mask] for part, mask in zip(flat, masks, strict=True)])
+            white = np.asarray(whiten(jnp.asarray(gains), jnp.ones(len(gains), bool)))
             for part, mask in zip(flat, masks, strict=True):
                 part.advantages[mask], white = white[: mask.sum()], white[mask.sum() :]
         if algorithm.zero_advantages:

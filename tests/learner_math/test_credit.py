@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.record import segments
 from common.types import Finish, Status
 from common.validate import RecordError, Vocabulary, check
-from learner.credit import Discount, last_segment, of_group, of_rollout
+from learner.credit import Discount, last_segment, of_group, of_rollout, place_rewards
 from tests.learner_math.build import as_reference, chain, rollout, turn
 
 
@@ -190,3 +190,12 @@ def test_050_a_rollout_without_a_sampled_token_passes_through():
     credits = of_group([empty, other], [segments(empty), segments(other)], ddof=0)
     assert credits[0][0].advantages.tolist() == [0, 0]
     np.testing.assert_allclose(credits[1][0].advantages, [0, -1], atol=1e-5)  # its reward of 1 counts in the group
+
+
+def test_032_rewards_stand_on_the_last_token_of_their_step():
+    step_of = np.array([0, 0, 1, 3, 3, 3])
+    assert place_rewards(np.array([0.5, 0.25, 0.0, 1.0]), step_of).tolist() == [0, 0.5, 0.25, 0, 0, 1.0]
+    # the reward of a step without tokens stands on the last token before it, or the first of all
+    assert place_rewards(np.array([0.0, 0.0, 2.0, 1.0]), step_of).tolist() == [0, 0, 2.0, 0, 0, 1.0]
+    assert place_rewards(np.array([1.0, 0.0]), np.array([1, 1])).tolist() == [1.0, 0.0]
+    assert place_rewards(np.array([1.0]), np.zeros(0, int)).tolist() == []

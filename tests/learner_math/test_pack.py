@@ -126,7 +126,7 @@ def test_047_one_denominator_however_the_step_is_split(split, order):
     Constant 8, A = R - mean: -(2·2/3 - 3/3 - 5/3)/(3·8) = +.055556.
     """
     lengths, rows = SPLITS[split]
-    normal = grpo(np.array([1.0, 0, 0]), ddof=0)
+    normal = np.asarray(grpo(jnp.array([1.0, 0, 0]), jnp.ones(3, bool), ddof=0))
     centred = np.array([2 / 3, -1 / 3, -1 / 3])
     for advantages, aggregation, loss, slopes in (
         (normal, Aggregation("token_mean"), 0.282843, [-0.141421, 0.070711, 0.070711]),

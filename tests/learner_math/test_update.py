@@ -12,9 +12,9 @@ from flax import nnx
 
 from common.record import segments
 from common.types import Finish, Status, VersionRun
-from learner.advantages import gae
 from learner.model import hf
 from learner.model.qwen3 import Qwen3
+from learner.temporal import gae
 from learner.update import Trainer, TrainingStopped
 from tests.learner_math.build import SPEC, as_reference, chain, config, random_rollout, rollout, turn
 
@@ -350,7 +350,8 @@ def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo, tmp_path):
         compact = np.concatenate(list(own.values()))
         rewards = {"rewritten": [0, 0.25, 1.0]}.get(trajectory.rollout_id, [0, 0.5, 0])
         values.append(compact)
-        returns.append(gae(np.array(rewards), compact, end, 1.0, 0.95)[1])
+        xs = (jnp.asarray(x, jnp.float32) for x in (rewards, compact))
+        returns.append(np.asarray(gae(*xs, jnp.ones(len(compact), bool), jnp.asarray(end), 1.0, 0.95)[1]))
     metrics = ppo.policy_update([[trajectory] for trajectory in (*cut, rewritten)])
     assert metrics["value_mean"] == pytest.approx(np.concatenate(values).mean(), abs=1e-5)
     assert metrics["return_mean"] == pytest.approx(np.concatenate(returns).mean(), abs=1e-5)
