@@ -111,7 +111,7 @@ def task_normalize(
 
 @shaped
 def whiten(advantages: Float[Array, " T"], mask: Bool[Array, " T"]) -> Float[Array, " T"]:
-    """`(A − mean) / (std + 1e-8)`, population std, over the tokens of the mask.
+    """`(A − mean) / (std + 1e-8)`, population std, over the tokens of the mask (verl's masked_whiten).
 
     Turns: over the policy's tokens of all turns.
     """

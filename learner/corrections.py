@@ -22,7 +22,7 @@ from learner.shapes import shaped
 
 @shaped
 def importance(log_weights: Float[Array, " T"], mask: Bool[Array, " T"]) -> Float[Array, " T"]:
-    """`w = π_old/μ`, unbounded: decoupled PPO as published.
+    """`w = π_old/μ`, unbounded: decoupled PPO as published (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
     Turns: each token by itself.
     """
@@ -60,7 +60,7 @@ def masked(log_weights: Float[Array, " T"], mask: Bool[Array, " T"], low: float,
 
 @shaped
 def rejected(log_weights: Float[Array, " T"], mask: Bool[Array, " T"], low: float, high: float) -> Float[Array, " T"]:
-    """`1 if low ≤ w ≤ high else 0`: a token is taken as it is or not at all (token-level rejection).
+    """`1 if low ≤ w ≤ high else 0`: a token is taken as it is or not at all (token-level rejection, as verl's).
 
     Turns: each token by itself.
     """

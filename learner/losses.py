@@ -82,11 +82,13 @@ def log_ratio(logprobs: Float[Array, " *N"], old: Float[Array, " *N"]) -> Float[
 def sequence_log_ratio(
     logprobs: Float[Array, " T"], log_ratios: Float[Array, " T"], sequences: Int[Array, " T"], mask: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """GSPO's ratio at each token: the value is the mean log-ratio of the token's sequence, the gradient that of its own logprob.
+    """`log s = sg[mean over the sequence of log(π/π_old)] + log π − sg[log π]`, held below 10 (GSPO-token, arXiv 2507.18071).
 
-    `log s = sg[mean over the sequence of log(π/π_old)] + log π − sg[log π]`, held below 10 (GSPO-token, arXiv 2507.18071 eq.
-    14). `sequences` numbers the sequences of a row from 0, below T. A sequence is a segment: what was sampled in one context,
-    however many turns; a rollout whose context was rewritten has several.
+    GSPO's ratio at each token: its value is that of the token's sequence, its gradient that of the token's own logprob.
+    `sequences` numbers the sequences of a row from 0, below T.
+
+    Turns: a sequence is a segment, what was sampled in one context, in however many turns; a rollout whose context was rewritten
+    has several.
     """
     kept = jnp.where(mask, log_ratios, 0)
     count = jax.ops.segment_sum(mask.astype(kept.dtype), sequences, len(mask))
@@ -98,7 +100,10 @@ def sequence_log_ratio(
 
 @shaped
 def reinforce(logprobs: Float[Array, " *N"], advantages: Float[Array, " *N"]) -> Float[Array, " *N"]:
-    """`−A·log π`."""
+    """`−A·log π` (REINFORCE, Williams 1992).
+
+    Turns: each token by itself.
+    """
     return -jax.lax.stop_gradient(advantages) * logprobs
 
 
@@ -106,15 +111,20 @@ def reinforce(logprobs: Float[Array, " *N"], advantages: Float[Array, " *N"]) ->
 def ppo_clip(
     ratios: Float[Array, " *N"], advantages: Float[Array, " *N"], clip_low: float, clip_high: float
 ) -> Float[Array, " *N"]:
-    """`max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high))` (PPO, arXiv 1707.06347 eq. 7; bounds apart: DAPO, arXiv 2503.14476)."""
+    """`max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high))` (PPO, arXiv 1707.06347 eq. 7; bounds apart: DAPO, arXiv 2503.14476).
+
+    Turns: each token by itself.
+    """
     advantages = jax.lax.stop_gradient(advantages)
     return jnp.maximum(-advantages * ratios, -advantages * jnp.clip(ratios, 1 - clip_low, 1 + clip_high))
 
 
 @shaped
 def dual_clip(losses: Float[Array, " *N"], advantages: Float[Array, " *N"], bound: float) -> Float[Array, " *N"]:
-    """`min(L, −A·c)` where A < 0: a ratio far above 1 cannot make the loss of a bad token huge (dual clip, arXiv 1912.09729 eq.
-    5)."""
+    """`min(L, −A·c)` where A < 0: a ratio far above 1 cannot make the loss of a bad token huge (arXiv 1912.09729).
+
+    Turns: each token by itself.
+    """
     advantages = jax.lax.stop_gradient(advantages)
     return jnp.where(advantages < 0, jnp.minimum(losses, -advantages * bound), losses)
 
@@ -127,8 +137,10 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, " *N"]:
-    """`−sg[clip(ρ, 1 − low, 1 + high)]·A·log π`: a clipped token keeps its gradient (CISPO, MiniMax-M1, arXiv 2506.13585 eq.
-    4)."""
+    """`−sg[clip(ρ, 1 − low, 1 + high)]·A·log π`: a clipped token keeps its gradient (MiniMax-M1, arXiv 2506.13585).
+
+    Turns: each token by itself.
+    """
     return reinforce(logprobs, advantages * jnp.clip(jax.lax.stop_gradient(ratios), 1 - clip_low, 1 + clip_high))
 
 
@@ -143,6 +155,8 @@ def double_sided(
     """`−sg[ρ if 1 − low < ρ < 1 + high else 0]·A·log π`: tokens outside have no gradient, whatever the sign of A.
 
     GLM-5's asynchronous loss (arXiv 2602.15763), with ρ = π over what sampled the token. The bounds are not published.
+
+    Turns: each token by itself.
     """
     ratios = jax.lax.stop_gradient(ratios)
     inside = (ratios > 1 - clip_low) & (ratios < 1 + clip_high)
@@ -153,7 +167,12 @@ def double_sided(
 def value_loss(
     values: Float[Array, " *N"], old_values: Float[Array, " *N"], returns: Float[Array, " *N"], clip: float
 ) -> Float[Array, " *N"]:
-    """`½·max((v − R)², (v_clipped − R)²)` with v held within `clip` of the old value; clip 0 is the plain square."""
+    """`½·max((v − R)², (v_clipped − R)²)` with v held within `clip` of the old value; clip 0 is the plain square.
+
+    Source: PPO's code (arXiv 1707.06347), verl. The old value is the critic's when the update began.
+
+    Turns: the policy's tokens alone; values of other tokens are not trained.
+    """
     returns, old_values = jax.lax.stop_gradient((returns, old_values))
     loss = jnp.square(values - returns)
     if clip > 0:
@@ -164,8 +183,10 @@ def value_loss(
 
 @shaped
 def cross_entropy(logprobs: Float[Array, " *N"]) -> Float[Array, " *N"]:
-    """Supervised loss of tokens that somebody else wrote: −log p. On the environment's answers it is ECHO's (arXiv
-    2605.24517)."""
+    """`−log p`: supervised loss of tokens that somebody else wrote; of the environment's it is ECHO's (arXiv 2605.24517).
+
+    Turns: ECHO's targets are the answers of all turns, without notices of the agent loop.
+    """
     return -logprobs
 
 
@@ -175,6 +196,9 @@ def clipped_mae(logprobs: Float[Array, " *N"], bound: float) -> Float[Array, " *
 
     Confirmed: it is an absolute error, not a cross-entropy, and a token whose probability passes the bound (0.2 there) is
     optimised no further. Not confirmed: the exact algebra. PaW's weight by the reward of the group is left out: its form is not
-    published.
+    published, and neither is
+    how it ranks turns by entropy to leave the most certain ones out.
+
+    Turns: as ECHO's.
     """
     return 1 - jnp.minimum(jnp.exp(logprobs), bound)

@@ -100,7 +100,7 @@ def step_gae(
     gamma: float,
     lam: float,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """GAE with turns as actions: `Âₖ = Rₖ + γ·v(sₖ₊₁) − v(sₖ) + γλ·Âₖ₊₁`, each token has its turn's (Agent-R1's step level).
+    """GAE with turns as actions: `Âₖ = Rₖ + γ·v(sₖ₊₁) − v(sₖ) + γλ·Âₖ₊₁`, each token has its turn's (Agent-R1's code).
 
     Turns: `starts` marks the first token sₖ of each, whose value is the turn's; Rₖ is the sum of the rewards in it; γ and λ count
     turns. Agent-R1 whitens over turns afterwards, and gives every token of a turn its return `Âₖ + v(sₖ)`, as is done here.
@@ -163,7 +163,7 @@ def _backwards(step: Callable, state: Any, mask: jax.Array, *xs: jax.Array) -> A
 
     def masked(state: Any, entry: tuple) -> tuple[Any, Any]:
         live, *x = entry
-        moved, out = step(state, *(jnp.where(live, value, jnp.zeros_like(value)) for value in x))
+        moved, out = step(state, *x)
         kept = jax.tree.map(lambda new, old: jnp.where(live, new, old), moved, state)
         return kept, jax.tree.map(lambda value: jnp.where(live, value, 0), out)
 

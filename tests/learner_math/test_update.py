@@ -72,7 +72,7 @@ def grpo(grpo_fresh):
 @pytest.fixture(scope="module")
 def ppo_fresh():
     return Fresh(
-        algorithm={"name": "ppo", "critic": "shared", "minibatches": 1, "normalize_advantages": True}, optimizer={"lr": 1e-2}
+        algorithm={"advantage": "gae", "critic": "shared", "minibatches": 1, "normalize": "batch"}, optimizer={"lr": 1e-2}
     )
 
 
@@ -373,7 +373,7 @@ def test_a_control_run_and_bfloat16_with_a_separate_critic():
     """Zero advantages: the policy stays, bit for bit. At lr 1e-6 every master of a bfloat16 critic moves."""
     tables = {"model": {"dtype": "bfloat16", "remat": True}, "optimizer": {"lr": 1e-6}}
     trainer = Trainer(
-        config(algorithm={"name": "ppo", "critic": "separate", "minibatches": 1, "zero_advantages": True}, **tables), SPEC
+        config(algorithm={"advantage": "gae", "critic": "separate", "minibatches": 1, "zero_advantages": True}, **tables), SPEC
     )
     head = {n: np.full_like(a, 0.1) for n, a in trainer.state_tree().items() if n.startswith("params/value_head")}
     trainer.restore_tree(trainer.state_tree() | head)
@@ -389,7 +389,7 @@ def test_a_control_run_and_bfloat16_with_a_separate_critic():
 
 
 def test_a_separate_critic_starts_from_the_trunk_that_the_warm_start_made():
-    trainer = Trainer(config(algorithm={"name": "ppo", "critic": "separate", "minibatches": 1}), SPEC)
+    trainer = Trainer(config(algorithm={"advantage": "gae", "critic": "separate", "minibatches": 1}), SPEC)
     trainer.supervised([as_reference(rollout([turn([8], [9, 3])], "b"))], 0.02)
 
     def trunks():
