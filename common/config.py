@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from common.config_algorithm import AlgorithmConfig
 from common.config_cross_policy import CrossPolicyConfig
 from common.config_domain import DomainConfig
 from common.config_engine import EngineConfig, WeightsConfig
@@ -115,58 +116,6 @@ class SamplingConfig(Table):
                 "replayed, and every ratio of the loss would be biased: leave it out"
             )
         return values
-
-
-class AlgorithmConfig(Table):
-    """Credit and losses. Sources of the defaults: GRPO (ddof 1), PPO clip with separate bounds (DAPO: 0.2, 0.28)."""
-
-    name: Literal["grpo", "ppo"] = "grpo"
-    group_size: Positive = 8
-    groups_per_update: Positive = 32
-    minibatches: Positive = Field(default=2, description="optimizer steps per update, each on its own groups")
-    epochs: Positive = 1
-    std_ddof: Literal[0, 1] = 1
-    clip_low: Fraction = 0.2
-    clip_high: float = Field(default=0.28, ge=0)
-    entropy: float = Field(default=0.0, ge=0, description="coefficient of the entropy bonus on action tokens")
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
-    constant_divisor: float = Field(default=0.0, ge=0, description="of aggregation = constant: tokens per rollout")
-    gamma: Fraction = 1.0
-    gae_lambda: Fraction = 0.95
-    bootstrap_truncated: bool = Field(
-        default=True, description="PPO: a rollout that a limit cut off goes on at the critic's value; false: it is over"
-    )
-    critic: Literal["none", "shared", "separate"] = Field(
-        default="none", description="a value head on the trunk, or a network of its own"
-    )
-    value_coefficient: float = Field(default=0.5, ge=0)
-    value_clip: float = Field(default=0.2, ge=0, description="0 turns value clipping off")
-    normalize_advantages: bool = Field(default=False, description="PPO: whiten advantages over the action tokens of the update")
-    zero_advantages: bool = Field(default=False, description="control run: every advantage is 0")
-
-    @model_validator(mode="after")
-    def _combinations(self) -> AlgorithmConfig:
-        if self.name == "grpo" and self.critic != "none":
-            raise ValueError('algorithm.critic is for name = "ppo"; GRPO has no critic: set critic = "none"')
-        if self.name == "grpo":
-            unused(
-                self, "algorithm", "PPO, GRPO gives no credit over time", "gamma", "gae_lambda", "value_coefficient", "value_clip"
-            )
-        else:
-            unused(self, "algorithm", "GRPO, PPO has no groups to normalise in", "std_ddof")
-        if self.name == "ppo" and self.critic == "none":
-            raise ValueError('algorithm.name = "ppo" needs a critic: set algorithm.critic to "shared" or "separate"')
-        if self.name == "grpo" and self.group_size < 2:
-            raise ValueError("algorithm.group_size must be at least 2 for GRPO: a group of one has no baseline")
-        if self.name == "grpo" and self.normalize_advantages:
-            raise ValueError("algorithm.normalize_advantages is for PPO; GRPO normalises in its groups")
-        if self.name == "grpo" and not self.bootstrap_truncated:
-            raise ValueError("algorithm.bootstrap_truncated is for PPO; GRPO has no critic to go on with: leave it out")
-        if (self.aggregation == "constant") != (self.constant_divisor > 0):
-            raise ValueError('algorithm.constant_divisor goes with aggregation = "constant", and only with it')
-        if self.minibatches > self.groups_per_update:
-            raise ValueError(f"algorithm.minibatches {self.minibatches} exceeds groups_per_update {self.groups_per_update}")
-        return self
 
 
 class OptimizerConfig(Table):
@@ -305,6 +254,18 @@ class RunConfig(Table):
             raise ValueError(
                 'engine.router cannot be used where engines want a key (weights.transport = "relay", or a host that others'
                 " reach): the router would be a door without one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _off_policy(self) -> RunConfig:
+        own, lag = self.algorithm, self.learner.max_lag
+        uncorrected = own.correction == "none" and own.advantage != "vtrace"
+        if uncorrected and lag and (own.old_policy == "proximal" or own.policy_loss == "reinforce"):
+            what = 'policy_loss = "reinforce"' if own.policy_loss == "reinforce" else 'old_policy = "proximal"'
+            raise ValueError(
+                f"algorithm.{what} with learner.max_lag {lag} trains on tokens of older policies as if its own had sampled"
+                ' them: set algorithm.correction (which needs old_policy = "proximal"), or learner.max_lag = 0'
             )
         return self
 

@@ -1,7 +1,7 @@
 """What one micro-batch contributes to an optimizer step: its gradient and its metrics, as pure functions of parameters.
 
-Everything is a sum or a maximum over trained tokens, so contributions add up in any order and grouping. Entries outside
-`mask` are replaced by zeros before anything reads them: whatever stood there, NaN included, changes no bit.
+Everything is a sum or an extreme over tokens, so contributions add up in any order and grouping (learner/reducers.py). Entries
+outside `mask` are replaced by zeros before anything reads them: whatever stood there, NaN included, changes no bit.
 
 Dimension key: B rows, T tokens of a row, D hidden.
 """
@@ -17,23 +17,38 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from common.config import AlgorithmConfig, ModelConfig
-from learner.losses import before, cross_entropy, log_ratio, ppo_clip, token_logprobs, value_loss
+from common.config import ModelConfig
+from common.config_algorithm import AlgorithmConfig
+from learner import kl
+from learner.losses import (
+    before,
+    cispo,
+    clipped_mae,
+    cross_entropy,
+    double_sided,
+    dual_clip,
+    log_ratio,
+    ppo_clip,
+    reinforce,
+    sequence_log_ratio,
+    token_logprobs,
+    value_loss,
+)
 from learner.model.qwen3 import Qwen3
 from learner.model.spec import ModelSpec
 from learner.optimizer import Params
 from learner.pack import Microbatch
+from learner.reducers import EffectiveSize, Largest, Mean, Measures, PerStep, Smallest, merge
 
 
 class Contribution(NamedTuple):
     """Of one micro-batch, or of several added up."""
 
     gradient: Params
-    sums: dict[str, jax.Array]  # scalars; `loss`, `policy_loss` and `value_loss` are weighted, the others count tokens
-    maxima: dict[str, jax.Array]  # scalars, at least 0
+    measures: Measures
 
 
-Objective = Callable[[Params, Microbatch], tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array]]]
+Objective = Callable[[Params, Microbatch], tuple[jax.Array, tuple[Measures, jax.Array]]]  # loss, measures, logprobs [B, T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +61,7 @@ class Network:
 
     graph: nnx.GraphDef
     spec: ModelSpec
-    critic: Literal["none", "shared", "separate"]
+    critic: Literal["none", "shared", "detached", "separate"]
 
     def initial(self, policy: nnx.State) -> Params:
         """Parameters around the weights of a policy. The critic starts as its copy and values everything 0."""
@@ -55,18 +70,21 @@ class Network:
         return {
             "none": {"policy": copy},
             "shared": {"policy": copy, "value_head": head},
+            "detached": {"policy": copy, "value_head": head},
             "separate": {"policy": copy, "value_head": head, "critic": jax.tree.map(jnp.copy, copy)},
         }[self.critic]
 
-    def logprobs(self, params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Logprob and entropy [B, T] at trained tokens, and the policy's hidden states [B, T, D]."""
+    def logprobs(self, params: Params, batch: Microbatch, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Logprob and entropy [B, T] at `wanted` tokens, and the policy's hidden states [B, T, D]."""
         policy, hidden = self._trunk(params["policy"], batch)
-        return *token_logprobs(policy.logits, hidden, batch.ids, batch.mask, batch.temperature), hidden
+        return *token_logprobs(policy.logits, hidden, batch.ids, wanted, batch.temperature), hidden
 
     def values(self, params: Params, batch: Microbatch, hidden: jax.Array) -> jax.Array:
         """[B, T] float32: the value of the state *after* each token. `hidden` is the policy's, for a shared critic."""
         if self.critic == "separate":
             _, hidden = self._trunk(params["critic"], batch)
+        elif self.critic == "detached":
+            hidden = jax.lax.stop_gradient(hidden)
         head = params["value_head"]
         return hidden.astype(jnp.float32) @ head["kernel"] + head["bias"]
 
@@ -82,7 +100,7 @@ class Network:
 
     def score_logprobs(self, params: Params, batch: Microbatch) -> jax.Array:
         """[B, T] at trained tokens, 0 elsewhere."""
-        return self.logprobs(params, batch)[0]
+        return self.logprobs(params, batch, batch.mask)[0]
 
 
 def build_network(model: ModelConfig, algorithm: AlgorithmConfig, spec: ModelSpec) -> Network:
@@ -109,51 +127,111 @@ def supervised(network: Network) -> Objective:
     """Cross-entropy of trained tokens."""
 
     def objective(params: Params, batch: Microbatch) -> Any:
-        logprobs, entropies, _ = network.logprobs(params, batch)
+        logprobs, entropies, _ = network.logprobs(params, batch, batch.mask)
         loss = jnp.sum(batch.weights * cross_entropy(logprobs))
-        sums = {"loss": loss, "tokens": batch.mask.sum(dtype=jnp.float32), "entropy": entropies.sum()}
-        return loss, (sums, {}, logprobs)
+        tokens = batch.mask.sum(dtype=jnp.float32)
+        return loss, ({"loss": PerStep(loss), "entropy": Mean(entropies.sum(), tokens)}, logprobs)
 
     return objective
 
 
 def policy(network: Network, algorithm: AlgorithmConfig) -> Objective:
-    """PPO's clipped loss, less the entropy bonus, plus the critic's loss if there is a critic.
+    """The policy's loss, less the entropy bonus, plus what is configured: a KL penalty, the critic's loss, one on observations.
 
-    The ratio is taken against the logprobs recorded when the tokens were sampled: they are the behaviour policy.
+    The ratio is taken against `old_logprobs`; off-policy corrections stand in the advantages.
     """
 
     def objective(params: Params, batch: Microbatch) -> Any:
-        def kept(x: jax.Array) -> jax.Array:
-            return jnp.where(batch.mask, x, 0.0)
-
-        logprobs, entropies, hidden = network.logprobs(params, batch)
-        advantages = kept(batch.advantages)
-        logs = log_ratio(logprobs, kept(batch.behaviour))
-        ratios = jnp.exp(logs)
+        kept = partial(_kept, batch.mask)
+        predicts = algorithm.observation.loss != "none"
+        wanted = jnp.logical_or(batch.mask, batch.observed) if predicts else batch.mask
+        found, entropies, hidden = network.logprobs(params, batch, wanted)
+        logprobs, entropies = kept(found), kept(entropies)
+        losses, measures = _policy_losses(algorithm, batch, logprobs)
         weights = kept(batch.weights)
-        policy_loss = jnp.sum(weights * ppo_clip(ratios, advantages, algorithm.clip_low, algorithm.clip_high))
-        loss = policy_loss - algorithm.entropy * jnp.sum(weights * entropies)
-        sums = {
-            "policy_loss": policy_loss,
-            "tokens": batch.mask.sum(dtype=jnp.float32),
-            "entropy": entropies.sum(),
-            "kl_k1": -logs.sum(),
-            "kl_k3": kept(ratios - 1 - logs).sum(),
-            "clipped_low": jnp.sum((advantages < 0) & (ratios < 1 - algorithm.clip_low), dtype=jnp.float32),
-            "clipped_high": jnp.sum((advantages > 0) & (ratios > 1 + algorithm.clip_high), dtype=jnp.float32),
-        }
+        tokens = batch.mask.sum(dtype=jnp.float32)
+        total = jnp.sum(weights * losses)
+        measures |= {"policy_loss": PerStep(total), "entropy": Mean(entropies.sum(), tokens)}
+        total -= algorithm.entropy * jnp.sum(weights * entropies)
+        if algorithm.kl.where != "none":
+            logs = log_ratio(logprobs, kept(batch.reference))
+            measures["reference_kl"] = Mean(kept(kl.ESTIMATORS[algorithm.kl.value](logs)).sum(), tokens)
+            if algorithm.kl.where == "loss":
+                penalty = kl.penalty(logs, algorithm.kl.value, algorithm.kl.gradient)
+                total += algorithm.kl.coefficient * jnp.sum(weights * kept(penalty))
         if network.critic != "none":
-            values = kept(before(network.values(params, batch, hidden)))
-            old = kept(batch.old_values)
-            errors = value_loss(values, old, kept(batch.returns), algorithm.value_clip)
-            sums["value_loss"] = jnp.sum(kept(batch.value_weights) * errors)
-            moved = jnp.abs(values - old) > algorithm.value_clip
-            sums["value_clipped"] = jnp.sum(moved & (algorithm.value_clip > 0), dtype=jnp.float32)
-            loss += algorithm.value_coefficient * sums["value_loss"]
-        return loss, ({"loss": loss, **sums}, {"ratio_max": kept(ratios).max()}, logprobs)
+            loss, more = _value_loss(algorithm, batch, before(network.values(params, batch, hidden)))
+            total, measures = total + algorithm.value_coefficient * loss, measures | more
+        if predicts:
+            own = _kept(batch.observed, found)
+            errors = (
+                clipped_mae(own, algorithm.observation.bound)
+                if algorithm.observation.loss == "clipped_mae"
+                else cross_entropy(own)
+            )
+            total += jnp.sum(_kept(batch.observed, batch.observed_weights) * errors)
+            measures["observation_loss"] = Mean(_kept(batch.observed, errors).sum(), batch.observed.sum(dtype=jnp.float32))
+        return total, ({"loss": PerStep(total), **measures}, logprobs)
 
     return objective
+
+
+def token_losses(network: Network, algorithm: AlgorithmConfig) -> Callable[[Params, Microbatch], tuple[jax.Array, jax.Array]]:
+    """[B, T] each: the policy's loss of every trained token, times its weight, and its logprob."""
+
+    def losses(params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        logprobs, *_ = network.logprobs(params, batch, batch.mask)
+        found, _ = _policy_losses(algorithm, batch, logprobs)
+        return _kept(batch.mask, batch.weights) * _kept(batch.mask, found), logprobs
+
+    return losses
+
+
+def _kept(mask: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(mask, x, 0.0)
+
+
+def _policy_losses(algorithm: AlgorithmConfig, batch: Microbatch, logprobs: jax.Array) -> tuple[jax.Array, Measures]:
+    """[B, T], and what the ratios say."""
+    mask = batch.mask
+    advantages = _kept(mask, batch.advantages)
+    own = log_ratio(logprobs, _kept(mask, batch.old_logprobs))
+    logs = jax.vmap(sequence_log_ratio)(logprobs, own, batch.segment_ids, mask) if algorithm.policy_loss == "gspo" else own
+    ratios, low, high = jnp.exp(logs), algorithm.clip_low, algorithm.clip_high
+    match algorithm.policy_loss:
+        case "ppo" | "gspo":
+            losses = ppo_clip(ratios, advantages, low, high)
+            losses = dual_clip(losses, advantages, algorithm.dual_clip) if algorithm.dual_clip else losses
+        case "cispo":
+            losses = cispo(logprobs, ratios, advantages, low, high)
+        case "double_sided":
+            losses = double_sided(logprobs, ratios, advantages, low, high)
+        case _:
+            losses = reinforce(logprobs, advantages)
+    tokens = mask.sum(dtype=jnp.float32)
+
+    def mean(x: jax.Array) -> Mean:
+        return Mean(jnp.sum(_kept(mask, x), dtype=jnp.float32), tokens)
+
+    either = algorithm.policy_loss == "double_sided"  # clips whatever the sign
+    own_ratios = _kept(mask, jnp.exp(own))
+    return losses, {
+        **{f"kl_{name}": mean(estimate(-own)) for name, estimate in kl.ESTIMATORS.items()},  # of KL(old, policy)
+        "clipped_low": mean(((advantages < 0) | either) & (ratios < 1 - low)),
+        "clipped_high": mean(((advantages > 0) | either) & (ratios > 1 + high)),
+        "ratio_max": Largest(jnp.where(mask, ratios, -jnp.inf).max()),
+        "ratio_min": Smallest(jnp.where(mask, ratios, jnp.inf).min()),
+        "effective_sample": EffectiveSize(own_ratios.sum(), jnp.square(own_ratios).sum(), tokens),
+    }
+
+
+def _value_loss(algorithm: AlgorithmConfig, batch: Microbatch, values: jax.Array) -> tuple[jax.Array, Measures]:
+    values, old = _kept(batch.mask, values), _kept(batch.mask, batch.old_values)
+    errors = value_loss(values, old, _kept(batch.mask, batch.returns), algorithm.value_clip)
+    loss = jnp.sum(_kept(batch.mask, batch.value_weights) * errors)
+    moved = (jnp.abs(values - old) > algorithm.value_clip) & (algorithm.value_clip > 0)
+    clipped = Mean(jnp.sum(moved, dtype=jnp.float32), batch.mask.sum(dtype=jnp.float32))
+    return loss, {"value_loss": PerStep(loss), "value_clipped": clipped}
 
 
 def contribution(objective: Objective) -> Callable[[Params, Microbatch], tuple[Contribution, jax.Array]]:
@@ -161,15 +239,11 @@ def contribution(objective: Objective) -> Callable[[Params, Microbatch], tuple[C
     gradient = jax.value_and_grad(objective, has_aux=True)
 
     def contribute(params: Params, batch: Microbatch) -> tuple[Contribution, jax.Array]:
-        (_, (sums, maxima, logprobs)), grads = gradient(params, batch)
-        return Contribution(grads, sums, maxima), logprobs
+        (_, (measures, logprobs)), grads = gradient(params, batch)
+        return Contribution(grads, measures), logprobs
 
     return contribute
 
 
 def add(a: Contribution, b: Contribution) -> Contribution:
-    return Contribution(
-        gradient=jax.tree.map(jnp.add, a.gradient, b.gradient),
-        sums=jax.tree.map(jnp.add, a.sums, b.sums),
-        maxima=jax.tree.map(jnp.maximum, a.maxima, b.maxima),
-    )
+    return Contribution(jax.tree.map(jnp.add, a.gradient, b.gradient), merge(a.measures, b.measures))

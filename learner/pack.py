@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+COPIED = ("old_logprobs", "reference", "advantages", "returns", "old_values")  # numbers that are written as they are
 Array = Any  # of NumPy here, traced by JAX inside compiled functions
 
 
@@ -36,11 +37,15 @@ class Example:
     ids: np.ndarray  # [S] int32
     mask: np.ndarray  # [S] bool: the token is trained on
     behaviour: np.ndarray  # [S] float32: logprob under the policy that sampled it
-    advantages: np.ndarray  # [S] float32
+    old_logprobs: np.ndarray  # [S] float32: under the policy that the loss's ratio is against
+    reference: np.ndarray  # [S] float32: under the reference policy of a KL penalty
+    advantages: np.ndarray  # [S] float32: times the weight of an off-policy correction
     returns: np.ndarray  # [S] float32
     old_values: np.ndarray  # [S] float32
     temperature: float  # that the rollout was sampled at
     versions: np.ndarray  # [S] int64: of the weights that sampled it
+    observed: np.ndarray  # [S] bool: the environment's, and predicted by a loss on observations
+    answers: int  # tokens from the environment: what that loss divides by
 
 
 class Microbatch(NamedTuple):
@@ -50,13 +55,16 @@ class Microbatch(NamedTuple):
     positions: Array  # [B, T] int32, counted in each segment
     segment_ids: Array  # [B, T] int32: 1, 2, ... in each row, 0 is padding
     mask: Array  # [B, T] bool
-    behaviour: Array  # [B, T] float32
+    observed: Array  # [B, T] bool: targets of the loss on observations; never in `mask`
+    old_logprobs: Array  # [B, T] float32
+    reference: Array  # [B, T] float32
     advantages: Array  # [B, T] float32
     returns: Array  # [B, T] float32
     old_values: Array  # [B, T] float32
-    temperature: Array  # [B, T] float32, above 0 everywhere
+    temperature: Array  # [B, T] float32, above 0 everywhere, 1 where observed
     weights: Array  # [B, T] float32: of the policy's and the supervised loss; 0 outside mask
     value_weights: Array  # [B, T] float32: of the value loss
+    observed_weights: Array  # [B, T] float32: of the loss on observations; 0 outside observed
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,18 @@ class Shape:
 class Aggregation:
     """How token losses become the loss of an optimizer step with N trained tokens in R rollouts, n of them in rollout r.
 
-    `token_mean`: 1/N each. `seq_mean_token_mean`: 1/(R·n). `constant`: 1/(R·divisor), whatever the lengths (Dr. GRPO,
-    arXiv 2503.20783).
+    `token_mean`: 1/N each (DAPO). `seq_mean_token_mean`: 1/(R·n) (GRPO; a sequence is a rollout, all segments of it, as in
+    slime's per-rollout mean). `seq_mean_token_sum`: 1/R. `constant`: 1/(R·divisor), whatever the lengths (Dr. GRPO, arXiv
+    2503.20783).
+
+    The loss on observations has a denominator of its own: `observations`/(R·m) for the m tokens from the environment in a
+    rollout, of those R that have a target (ECHO, arXiv 2605.24517: notices count in m, and are no targets).
     """
 
-    name: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
+    name: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     divisor: float = 0.0
+    policy: float = 1.0  # times the weights of the policy's loss; 0 while a critic warms up
+    observations: float = 0.0  # times those of the loss on observations
 
 
 class Place(NamedTuple):
@@ -114,12 +128,13 @@ def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation, ke
     critic values the state after it) it is cut only where it does not fit its row, and counted. Raises PackError if a
     trained token does not fit.
     """
+    keep_tails = keep_tails or aggregation.observations > 0  # the answer to the last action is a target too
     lengths = [_fitting_length(example, shape.row_length, keep_tails) for example in examples]
     rows = _first_fit(lengths, shape.row_length)
     count = max(1, -(-len(rows) // shape.rows))
     batches = [_empty(shape) for _ in range(count)]
     places = [Place(0, 0, 0, 0)] * len(examples)
-    weights = token_weights(examples, aggregation)
+    weights, observed = token_weights(examples, aggregation), observation_weights(examples, aggregation)
     trained = int(sum(example.mask.sum() for example in examples))
     for index, row in enumerate(rows):
         batch, at, start = batches[index // shape.rows], index % shape.rows, 0
@@ -127,6 +142,7 @@ def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation, ke
             length = lengths[which]
             _write(batch, (at, slice(start, start + length)), examples[which], segment)
             batch.weights[at, start : start + length][examples[which].mask[:length]] = weights[which]
+            batch.observed_weights[at, start : start + length][examples[which].observed[:length]] = observed[which]
             places[which] = Place(index // shape.rows, at, start, length)
             start += length
     for batch in batches:
@@ -144,11 +160,27 @@ def token_weights(examples: Sequence[Example], aggregation: Aggregation) -> list
     tokens = trained.total()
     if not tokens:
         return [0.0] * len(examples)
-    if aggregation.name == "token_mean":
-        return [1 / tokens] * len(examples)
-    if aggregation.name == "constant":
-        return [1 / (rollouts * aggregation.divisor)] * len(examples)
-    return [1 / (rollouts * max(trained[example.rollout], 1)) for example in examples]
+    scale = aggregation.policy
+    match aggregation.name:
+        case "token_mean":
+            return [scale / tokens] * len(examples)
+        case "constant":
+            return [scale / (rollouts * aggregation.divisor)] * len(examples)
+        case "seq_mean_token_sum":
+            return [scale / rollouts] * len(examples)
+        case _:
+            return [scale / (rollouts * max(trained[example.rollout], 1)) for example in examples]
+
+
+def observation_weights(examples: Sequence[Example], aggregation: Aggregation) -> list[float]:
+    """The weight of each target of the loss on observations, of each example."""
+    answers: Counter[str] = Counter()
+    targets: set[str] = set()
+    for example in examples:
+        answers[example.rollout] += example.answers
+        if example.observed.any():
+            targets.add(example.rollout)
+    return [aggregation.observations / max(len(targets) * answers[example.rollout], 1) for example in examples]
 
 
 def _fitting_length(example: Example, row_length: int, keep_tails: bool) -> int:
@@ -180,16 +212,15 @@ def _empty(shape: Shape) -> Microbatch:
         return np.zeros((shape.rows, shape.row_length), dtype)
 
     integers = {name: zeros(np.int32) for name in ("ids", "positions", "segment_ids")}
-    floats = ("behaviour", "advantages", "returns", "old_values", "weights", "value_weights")
-    return Microbatch(
-        **integers, mask=zeros(np.bool_), temperature=zeros(np.float32) + 1, **{name: zeros(np.float32) for name in floats}
-    )
+    masks = {name: zeros(np.bool_) for name in ("mask", "observed")}
+    floats = {name: zeros(np.float32) for name in (*COPIED, "weights", "value_weights", "observed_weights")}
+    return Microbatch(**integers, **masks, temperature=zeros(np.float32) + 1, **floats)
 
 
 def _write(batch: Microbatch, at: tuple[int, slice], example: Example, segment: int) -> None:
     length = at[1].stop - at[1].start
     batch.positions[at] = np.arange(length)
     batch.segment_ids[at] = segment
-    batch.temperature[at] = example.temperature
-    for name in ("ids", "mask", "behaviour", "advantages", "returns", "old_values"):
+    batch.temperature[at] = np.where(example.observed[:length], 1, example.temperature)
+    for name in ("ids", "mask", "observed", *COPIED):
         getattr(batch, name)[at] = getattr(example, name)[:length]

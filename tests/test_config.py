@@ -37,7 +37,7 @@ TYPOS = {
     "a type": (MINIMAL + '[engine]\nslots = "many"', [], "engine.slots = 'many': Input should be a valid integer"),
     "a value out of range": (MINIMAL + "[actors]\ncount = 0", [], "actors.count = 0: Input should be greater than or equal to 1"),
     "a number that is none": (MINIMAL + "[optimizer]\nlr = nan", [], "optimizer.lr = nan: Input should be a finite number"),
-    "a choice": (MINIMAL, ["--algorithm.name=gpro"], "algorithm.name = 'gpro': Input should be 'grpo' or 'ppo'"),
+    "a choice": (MINIMAL, ["--algorithm.policy_loss=pppo"], "algorithm.policy_loss = 'pppo': Input should be 'ppo', 'gspo'"),
     "an override without =": (MINIMAL, ["--seed"], "override '--seed': write --table.key=value"),
     "an override without dashes": (MINIMAL, ["seed=3"], "override 'seed=3': write --table.key=value"),
     "an index too high": (MINIMAL, ["--domains.1.capacity=8"], "'1' is not an index into a list of 1 entries"),
@@ -52,13 +52,13 @@ TYPOS = {
     "no way to evaluate": (MINIMAL, ["--eval.modes=[]"], "eval.modes: List should have at least 1 item"),
     "no domains": ("seed = 3", [], "domains is missing; add it"),
     "TOML": ("name = [", [], "not TOML"),
-    "a combination: GRPO with a critic": (MINIMAL, ["--algorithm.critic=shared"], 'GRPO has no critic: set critic = "none"'),
+    "a combination: GRPO with a critic": (MINIMAL, ["--algorithm.critic=shared"], 'grpo has no critic: set critic = "none"'),
     "a combination: GRPO without a bootstrap": (
         MINIMAL,
         ["--algorithm.bootstrap_truncated=false"],
-        "is for PPO; GRPO has no critic",
+        "is for an advantage with a critic, grpo has none",
     ),
-    "a combination: PPO without one": (MINIMAL, ["--algorithm.name=ppo"], 'set algorithm.critic to "shared" or "separate"'),
+    "a combination: PPO without one": (MINIMAL, ["--algorithm.advantage=gae"], 'set algorithm.critic to "shared" or "separate"'),
     "a combination: a group of one": (MINIMAL, ["--algorithm.group_size=1"], "a group of one has no baseline"),
     "a combination: heads": (MINIMAL, ["--model.num_kv_heads=3"], "model.num_heads 4 is not a multiple of model.num_kv_heads 3"),
     "a combination: widths": (MINIMAL, ["--engine.widths=[320,128]"], "engine.widths [320, 128] must rise"),
@@ -199,11 +199,15 @@ TYPOS = {
         "weights.folder = '/x' is for transport = \"relay\"; leave it out",
     ),
     "a combination: half of TLS": (MINIMAL, ["--tls.cert=x"], "tls needs cert, key and ca together"),
-    "a combination: GRPO with a discount": (MINIMAL, ["--algorithm.gamma=0.99"], "algorithm.gamma = 0.99 is for PPO"),
+    "a combination: GRPO with a discount": (
+        MINIMAL,
+        ["--algorithm.gamma=0.99"],
+        "algorithm.gamma = 0.99 is for credit over time, grpo gives none",
+    ),
     "a combination: PPO with groups": (
         MINIMAL,
-        ["--algorithm.name=ppo", "--algorithm.critic=shared", "--algorithm.std_ddof=0"],
-        "algorithm.std_ddof = 0 is for GRPO",
+        ["--algorithm.advantage=gae", "--algorithm.critic=shared", "--algorithm.std_ddof=0"],
+        "algorithm.std_ddof = 0 is for grpo and erpo",
     ),
     "a combination: decay of a constant": (
         MINIMAL,
@@ -298,7 +302,7 @@ def test_actors_share_what_keeps_an_engine_busy(minimal, overrides, places):
 
 def test_help_names_every_key():
     text = help_text()
-    assert '--algorithm.name=<grpo|ppo>  (default "grpo")' in text
+    assert '--algorithm.aggregation=<token_mean|seq_mean_token_mean|seq_mean_token_sum|constant>  (default "token_mean")' in text
     assert "--domains.0.limits.max_turns=<int>  (default 10)" in text
     assert "--domains.0.name=<str>  (required)" in text
     assert "--engine.widths=<list of int>" in text

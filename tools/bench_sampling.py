@@ -24,6 +24,7 @@ import statistics
 import sys
 from bisect import bisect
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from tools.benchmarks import head, write  # noqa: E402
 
 TASKS, SKILLS, KNOWN, ACTIONS = 250, 60, 12, 4
 ONE_HOT = np.eye(ACTIONS)
+COMPARE = jax.jit(partial(grpo, ddof=1))
 LOGIT = 6.0  # of the right action of a skill that is known from the start: right in 99 of 100 turns
 UPDATES = 3000  # after so many the target counts as not reached
 RATES = {"reinforce": 10.0, "adamw": 0.01}  # learning rates
@@ -136,7 +138,9 @@ class Policy:
         """A step along the mean over turns of advantage times the gradient of the log-probability."""
         gradient, turns = np.zeros((SKILLS, ACTIONS), np.float32), 0
         for group in groups:
-            for play, advantage in zip(group, grpo(np.array([p.reward for p in group]), 1), strict=True):
+            rewards = np.array([play.reward for play in group], np.float32)
+            compared = np.asarray(COMPARE(rewards, np.ones(len(group), bool)))
+            for play, advantage in zip(group, compared, strict=True):
                 for skill, action in zip(play.skills, play.actions, strict=True):
                     turns += 1
                     if skill >= 0 and advantage:

@@ -6,7 +6,7 @@ RUN is a run's folder, or its name below --runs; ROLLOUT an id from its trajecto
 sampled, what the environment answered, what was shown again and what the template wrote have colours of their own. --tokens
 prints a line per token: id, kind, logprob, version, advantage.
 
-The advantage is that of GRPO's groups; PPO's needs the critic of that update, which is not kept.
+The advantage is shown where the group alone makes it; others need the critic or the whole batch of that update: tools/replay.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from common.cli import ConfigError, load
 from common.config import RunConfig
 from common.record import ACTION, Segment, segments
 from common.types import ContextKind, StepKind, Trajectory
-from learner import credit
+from learner import credit, examples
 from learner.runfolder import TRAJECTORIES, read_trajectories
 from tools.launching.runs import Refusal, find
 
@@ -51,6 +51,7 @@ STEPS = {
     StepKind.SUMMARY: ("summary", "summaries"),
     StepKind.SUBAGENT: ("sub-agent's turn", "turns of sub-agents"),
 }
+FROM_GROUP = ("grpo", "dr_grpo", "rloo", "gigpo")
 NAMES = {ACTION: "sampled"} | {kind: kind.name.lower() for kind in ContextKind}
 
 
@@ -75,9 +76,11 @@ def look_up(run: Path, wanted: str) -> tuple[Trajectory, list[Trajectory]]:
 
 def advantages(config: RunConfig, rollout: Trajectory, group: list[Trajectory], parts: list[Segment]) -> list[np.ndarray]:
     """[T] per segment; nan where it is not known."""
-    if config.algorithm.name != "grpo" or len(group) < 2:
+    algorithm = config.algorithm
+    from_group = algorithm.advantage in FROM_GROUP and algorithm.normalize == "none" and algorithm.kl.where != "reward"
+    if not from_group or len(group) < 2:
         return [np.full(len(part.ids), np.nan) for part in parts]
-    credits = credit.of_group(group, [segments(other) for other in group], config.algorithm.std_ddof)
+    (credits,) = credit.of_batch([examples.group_of(group, {}, algorithm)], algorithm.model_copy(update={"correction": "none"}))
     place = next(index for index, other in enumerate(group) if other.rollout_id == rollout.rollout_id)
     return [found.advantages for found in credits[place]]
 

@@ -53,7 +53,7 @@ def test_a_run_whose_policy_sums_up_what_it_no_longer_sees(launched, capsys):
     """PPO over rollouts of several segments: every sampled token is in the loss, summaries too, and the engine sampled each
     from the prompt that the record says."""
     context = [f"--domains.0.context.{option}" for option in ("name=summary", "tokens=56", "summary_tokens=12", "keep=1")]
-    code, out = launched.launch("local", *context, "--algorithm.name=ppo", "--algorithm.critic=shared", "--warm.updates=60")
+    code, out = launched.launch("local", *context, "--algorithm.advantage=gae", "--algorithm.critic=shared", "--warm.updates=60")
     assert code == 0, out
     summary, metrics = launched.summary(), read_metrics(launched.run)
     assert balanced(summary["rollouts"])

@@ -10,6 +10,7 @@ import numpy as np
 from common.config import RunConfig
 from common.types import Finish, Sampling, Source, Status, Step, Trajectory
 from learner.model.spec import ModelSpec
+from learner.pack import Example
 from tests import records
 
 SPEC = ModelSpec(
@@ -74,3 +75,11 @@ def config(**tables) -> RunConfig:
     return RunConfig.model_validate(
         {"domains": [{"name": "toy", "limits": {"max_tokens": 32}}], "learner": learner, "engine": {}, **tables}
     )
+
+
+def example(rollout: str, ids: Sequence[int], mask: Sequence[bool], temperature: float = 0.7, **arrays) -> Example:
+    """A segment; arrays that are not given are 0."""
+    ids, mask = np.asarray(ids, np.int32), np.asarray(mask, bool)
+    names = ("behaviour", "old_logprobs", "reference", "advantages", "returns", "old_values")
+    found = {name: np.zeros(len(ids), np.float32) for name in names} | {"observed": np.zeros(len(ids), bool), "answers": 0}
+    return Example(rollout=rollout, ids=ids, mask=mask, temperature=temperature, versions=np.where(mask, 1, -1), **found | arrays)

@@ -10,11 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.config_algorithm import AlgorithmConfig
 from common.record import segments
 from common.types import Finish, Status
 from common.validate import RecordError, Vocabulary, check
-from learner.credit import Discount, last_segment, of_group, of_rollout
+from learner.credit import last_segment, of_batch, place_rewards
+from learner.rows import Rollout
 from tests.learner_math.build import as_reference, chain, rollout, turn
+
+
+def plain(trajectory, **scores):
+    parts = segments(trajectory)
+    return Rollout(trajectory, parts, [segment.mask for segment in parts], **scores)
+
+
+def of_group(group, ddof):
+    """GRPO."""
+    return of_batch([[plain(trajectory) for trajectory in group]], AlgorithmConfig(std_ddof=ddof))[0]
+
+
+def of_rollout(trajectory, values, after=np.nan, gamma=1.0, lam=0.95, **more):
+    """GAE."""
+    algorithm = AlgorithmConfig(advantage="gae", critic="shared", gamma=gamma, gae_lambda=lam, **more)
+    return of_batch([[plain(trajectory, values=values, after=after)]], algorithm)[0][0]
 
 
 def spread(segment, compact):
@@ -26,7 +44,7 @@ def spread(segment, compact):
 
 def credit_of(trajectory, compact, after=np.nan, gamma=1.0, lam=0.95):
     (segment,) = segments(trajectory)
-    (credit,) = of_rollout(trajectory, [segment], [spread(segment, compact)], after, Discount(gamma, lam))
+    (credit,) = of_rollout(trajectory, [spread(segment, compact)], after, gamma, lam)
     assert (credit.advantages[~segment.mask] == 0).all()
     assert (credit.returns[~segment.mask] == 0).all()
     return credit.advantages[segment.mask], credit.returns[segment.mask]
@@ -81,7 +99,7 @@ def test_a_cut_off_rollout_is_over_where_limits_belong_to_the_task():
     """Without a bootstrap: -.4 at the end, then -.3 and -.2, as for a rollout that ended with nothing."""
     cut = rollout(chain([([1], [2, 3, 4], 0.0)]), status=Status.TRUNCATED, tail=[9])
     (segment,) = segments(cut)
-    (credit,) = of_rollout(cut, [segment], [spread(segment, [0.2, 0.3, 0.4])], 0.7, Discount(1.0, 1.0, bootstrap=False))
+    (credit,) = of_rollout(cut, [spread(segment, [0.2, 0.3, 0.4])], 0.7, lam=1.0, bootstrap_truncated=False)
     np.testing.assert_allclose(credit.advantages[segment.mask], [-0.2, -0.3, -0.4], atol=1e-6)
     np.testing.assert_allclose(credit.returns[segment.mask], 0.0, atol=1e-6)
 
@@ -104,14 +122,14 @@ def test_036_the_last_reason_decides_in_the_record(turns, reason, sampled):
 
 def test_037_a_group_that_failures_left_alone_gets_zero():
     alone = rollout(chain([([1], [2, 3], 0.7)]))
-    ((credit,),) = of_group([alone], [segments(alone)], ddof=1)
+    ((credit,),) = of_group([alone], ddof=1)
     assert (credit.advantages == 0).all()
 
 
 def test_039_groups_are_what_was_planned_whatever_the_prompts_say():
     def score(rewards, prompts):
         group = [rollout(chain([(prompt, [5], reward)])) for reward, prompt in zip(rewards, prompts, strict=True)]
-        return [credit.advantages[-1] for (credit,) in of_group(group, list(map(segments, group)), 0)]
+        return [credit.advantages[-1] for (credit,) in of_group(group, 0)]
 
     same = [[1, 2], [1, 2]]
     assert score([0.0, 0.0], same) == [0, 0]  # two seeds of one environment with the same opening: two groups
@@ -122,12 +140,12 @@ def test_039_groups_are_what_was_planned_whatever_the_prompts_say():
 def test_grpo_counts_rollouts_not_segments():
     """A rollout in three segments has one vote: rewards 1, 0 give ±1 (population std .5)."""
     split = rollout([turn([1, 2], [3]), turn([4], [5], 0.0, 0, 1), turn([6], [7], 1.0, 1, 2)])
-    plain = rollout(chain([([1], [2], 0.0)]))
-    parts = [segments(split), segments(plain)]
+    whole = rollout(chain([([1], [2], 0.0)]))
+    parts = [segments(split), segments(whole)]
     assert [len(p) for p in parts] == [3, 1]
-    credits = of_group([split, plain], parts, ddof=0)
+    credits = of_group([split, whole], ddof=0)
     for own, expected in zip(credits, [1, -1], strict=True):
-        for segment, credit in zip(segments(split) if len(own) == 3 else segments(plain), own, strict=True):
+        for segment, credit in zip(segments(split) if len(own) == 3 else segments(whole), own, strict=True):
             np.testing.assert_allclose(credit.advantages, np.where(segment.mask, expected, 0), atol=1e-5)
 
 
@@ -159,9 +177,8 @@ def test_gae_of_a_rollout_cut_into_segments_is_that_of_the_whole(dialogue, seed,
 
     (one,) = segments(whole)
     many = segments(cut)
-    discount = Discount(0.9, 0.8)
-    (expected,) = of_rollout(whole, [one], [values(one)], 0.6, discount)
-    got = of_rollout(cut, many, [values(segment) for segment in many], 0.6, discount)
+    (expected,) = of_rollout(whole, [values(one)], 0.6, 0.9, 0.8)
+    got = of_rollout(cut, [values(segment) for segment in many], 0.6, 0.9, 0.8)
     for name in ("advantages", "returns", "old_values"):
         compact = np.concatenate([getattr(credit, name)[s.mask] for s, credit in zip(many, got, strict=True)])
         np.testing.assert_array_equal(compact, getattr(expected, name)[one.mask])
@@ -175,7 +192,7 @@ def test_branches_are_credited_in_the_order_of_their_steps():
     parts = segments(trajectory)
     assert [s.steps for s in parts] == [(0, 1, 3), (2,)]
     values = [spread(parts[0], [0.1, 0.2, 0.4]), spread(parts[1], [0.3])]
-    first, second = of_rollout(trajectory, parts, values, np.nan, Discount(1.0, 0.0))
+    first, second = of_rollout(trajectory, values, lam=0.0)
     np.testing.assert_allclose(first.advantages[parts[0].mask], [0.1, 0.1, 0.6], atol=1e-6)  # .2-.1, .3-.2, 1-.4
     np.testing.assert_allclose(second.advantages[parts[1].mask], [0.1], atol=1e-6)  # .4-.3
     assert last_segment(trajectory, parts) == 0
@@ -183,10 +200,18 @@ def test_branches_are_credited_in_the_order_of_their_steps():
 
 def test_050_a_rollout_without_a_sampled_token_passes_through():
     empty = rollout([turn([1, 2], [], 1.0, finish=Finish.LENGTH)], status=Status.TRUNCATED)
-    (segment,) = segments(empty)
-    (credit,) = of_rollout(empty, [segment], [np.full(2, np.nan)], 0.5, Discount(1.0, 0.95))
+    (credit,) = of_rollout(empty, [np.full(2, np.nan)], 0.5)
     assert credit.advantages.tolist() == [0, 0]
     other = rollout(chain([([1], [2], 0.0)]))
-    credits = of_group([empty, other], [segments(empty), segments(other)], ddof=0)
+    credits = of_group([empty, other], ddof=0)
     assert credits[0][0].advantages.tolist() == [0, 0]
     np.testing.assert_allclose(credits[1][0].advantages, [0, -1], atol=1e-5)  # its reward of 1 counts in the group
+
+
+def test_032_rewards_stand_on_the_last_token_of_their_step():
+    step_of = np.array([0, 0, 1, 3, 3, 3])
+    assert place_rewards(np.array([0.5, 0.25, 0.0, 1.0]), step_of).tolist() == [0, 0.5, 0.25, 0, 0, 1.0]
+    # the reward of a step without tokens stands on the last token before it, or the first of all
+    assert place_rewards(np.array([0.0, 0.0, 2.0, 1.0]), step_of).tolist() == [0, 0, 2.0, 0, 0, 1.0]
+    assert place_rewards(np.array([1.0, 0.0]), np.array([1, 1])).tolist() == [1.0, 0.0]
+    assert place_rewards(np.array([1.0]), np.zeros(0, int)).tolist() == []

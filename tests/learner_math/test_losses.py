@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,7 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.losses import before, cross_entropy, log_ratio, ppo_clip, token_logprobs, value_loss
+from common.types import Status
+from learner.losses import (
+    before,
+    cispo,
+    clipped_mae,
+    cross_entropy,
+    double_sided,
+    dual_clip,
+    log_ratio,
+    ppo_clip,
+    reinforce,
+    sequence_log_ratio,
+    token_logprobs,
+    value_loss,
+)
+from learner.shaping import compactly_filtered, soft_overlong
+from tests.learner_math.build import chain, rollout
 
 
 def identity(states):
@@ -161,3 +178,110 @@ def test_058_value_clipping_golden():
 
 def test_cross_entropy_is_minus_logprob():
     assert cross_entropy(jnp.array([-0.5, -2.0])).tolist() == [0.5, 2.0]
+
+
+def test_reinforce_is_minus_advantage_times_logprob():
+    assert reinforce(jnp.array([-1.0, -2.0]), jnp.array([2.0, -0.5])).tolist() == [2.0, -1.0]
+
+
+def test_053_off_policy_data_is_clipped():
+    """Behaviour .2, current .3: ratio 1.5. A = 1: -1.2, flat; A = -1: 1.5, with a slope."""
+    old, own = jnp.log(jnp.array([0.2])), jnp.log(jnp.array([0.3]))
+    for gain, loss, slope in ((1.0, -1.2, 0.0), (-1.0, 1.5, 1.5)):
+
+        def total(logprobs, gain=gain):
+            return ppo_clip(jnp.exp(log_ratio(logprobs, old)), jnp.array([gain]), 0.2, 0.2).sum()
+
+        assert float(total(own)) == pytest.approx(loss, rel=1e-6)
+        assert jax.grad(total)(own)[0] == pytest.approx(slope, rel=1e-6)
+
+
+def test_dual_clip_golden():
+    """A = -1 at ratio 5 is a loss of 5, held at 3; at 2 it is 2; a good token is left alone."""
+    ratios, gains = jnp.array([5.0, 2.0, 5.0]), jnp.array([-1.0, -1.0, 1.0])
+    losses = ppo_clip(ratios, gains, 0.2, 0.28)
+    np.testing.assert_allclose(dual_clip(losses, gains, 3.0), [3, 2, -1.28], rtol=1e-6)
+    gradient = jax.grad(lambda r: dual_clip(ppo_clip(r, gains, 0.2, 0.28), gains, 3.0).sum())(ratios)
+    assert gradient.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [(cispo, [0.8, 0.9, 1.0, 1.28, 1.28]), (double_sided, [0, 0.9, 1.0, 0, 0])],
+)
+def test_weighted_reinforce_golden(method, weights):
+    """Ratios .5 .9 1 1.3 4, bounds .2 and .28. CISPO keeps the gradient of a clipped token, double-sided masking drops it."""
+    logprobs, ratios = jnp.full(5, -2.0), jnp.array([0.5, 0.9, 1.0, 1.3, 4.0])
+    for gain in (1.0, -1.0):
+
+        def total(logprobs, gain=gain):
+            return method(logprobs, ratios * jnp.exp(logprobs + 2), jnp.full(5, gain), 0.2, 0.28).sum()
+
+        np.testing.assert_allclose(jax.grad(total)(logprobs), -gain * np.array(weights), rtol=1e-6)
+        np.testing.assert_allclose(total(logprobs), 2 * gain * sum(weights), rtol=1e-6)
+
+
+def sequences_of(logprobs, old, of, mask):
+    return sequence_log_ratio(logprobs, log_ratio(logprobs, old), jnp.array(of), jnp.array(mask, bool))
+
+
+def test_gspo_golden():
+    """Two sequences in a row: log-ratios .1 and .3 around an answer (mean .2), and -.2 alone; a masked 9 between them."""
+    old = jnp.array([-1.0, -1.0, -1.0, -2.0, -3.0])
+    own = old + jnp.array([0.1, 9.0, 0.3, -0.2, 5.0])
+    of, mask = [1, 1, 1, 2, 0], [1, 0, 1, 1, 0]
+    np.testing.assert_allclose(sequences_of(own, old, of, mask), [0.2, 0, 0.2, -0.2, 0], atol=1e-6)
+    # the gradient of a token is the sequence's ratio, not its own; each token moves itself alone
+    gradient = jax.grad(lambda x: jnp.exp(sequences_of(x, old, of, mask)).sum())(own)
+    np.testing.assert_allclose(gradient, [np.exp(0.2), 0, np.exp(0.2), np.exp(-0.2), 0], atol=1e-5)
+    sick = jnp.where(jnp.array(mask, bool), own, jnp.nan)
+    np.testing.assert_array_equal(sequences_of(sick, old, of, mask), sequences_of(own, old, of, mask))
+    assert jax.grad(lambda x: sequences_of(x, old, of, mask).sum())(sick).tolist() == [1, 0, 1, 1, 0]
+    assert float(sequences_of(old + 15, old, of, mask)[0]) == 10
+
+
+def test_gspo_of_one_token_is_ppo():
+    old, own, gains = jnp.array([-1.0, -2.0]), jnp.array([-0.9, -2.5]), jnp.array([1.0, -1.0])
+
+    def losses(x, logs):
+        return ppo_clip(jnp.exp(logs(x)), gains, 0.2, 0.2).sum()
+
+    sequence, token = (lambda x: sequences_of(x, old, [0, 1], [1, 1])), (lambda x: log_ratio(x, old))
+    for mine, plain in zip(*(jax.value_and_grad(losses)(own, logs) for logs in (sequence, token)), strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", [cispo, double_sided, "ppo_clip", "gspo", "dual_clip"])
+def test_on_policy_every_gradient_is_reinforce(method):
+    logprobs, gains = jnp.array([-1.0, -2.0, -0.5]), jnp.array([1.0, -2.0, 0.5])
+
+    def total(x):
+        logs = log_ratio(x, logprobs)
+        if method == "gspo":
+            logs = sequence_log_ratio(x, logs, jnp.zeros(3, int), jnp.ones(3, bool))
+        if not isinstance(method, str):
+            return method(x, jnp.exp(logs), gains, 0.2, 0.28).sum()
+        losses = ppo_clip(jnp.exp(logs), gains, 0.2, 0.28)
+        return (dual_clip(losses, gains, 3.0) if method == "dual_clip" else losses).sum()
+
+    np.testing.assert_allclose(jax.grad(total)(logprobs), jax.grad(lambda x: reinforce(x, gains).sum())(logprobs), rtol=1e-6)
+
+
+def test_clipped_mae_stops_at_its_bound():
+    """1 - .05 = .95 with slope -p; at p = .5, past .2, .8 and flat."""
+    logprobs = jnp.log(jnp.array([0.05, 0.5]))
+    np.testing.assert_allclose(clipped_mae(logprobs, 0.2), [0.95, 0.8], rtol=1e-6)
+    gradient = jax.grad(lambda x: clipped_mae(x, 0.2).sum())(logprobs)
+    np.testing.assert_allclose(gradient, [-0.05, 0], rtol=1e-5)
+
+
+def test_soft_overlong_golden():
+    """Limit 20, cache 4: nothing to 16 tokens, then a quarter each, -1 from 20 on."""
+    assert [soft_overlong(n, 20, 4) for n in (0, 16, 17, 18, 20, 21, 99)] == [0, 0, -0.25, -0.5, -1, -1, -1]
+    assert soft_overlong(18_432, 20_480, 4_096) == -0.5  # DAPO's own
+
+
+def test_compact_filtering_is_of_rollouts_that_a_limit_ended():
+    ended = rollout(chain([([1], [2], 1.0)]))
+    assert not compactly_filtered(ended)
+    assert compactly_filtered(replace(ended, status=Status.TRUNCATED))

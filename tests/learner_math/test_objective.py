@@ -12,8 +12,8 @@ import pytest
 from learner import objective
 from learner.losses import before
 from learner.objective import add, build_network, contribution, random_policy
-from learner.pack import Aggregation, Example, Shape, pack
-from tests.learner_math.build import SPEC, config
+from learner.pack import Aggregation, Shape, pack
+from tests.learner_math.build import SPEC, config, example
 
 POLICY = random_policy(SPEC, 1)
 SHAPE = Shape(20, 2)
@@ -34,10 +34,10 @@ def examples(seed=0, count=5):
         n = int(rng.integers(4, 9))
         mask = rng.random(n) < 0.5
         mask[0] = False
-        floats = [np.where(mask, rng.normal(size=n), 0).astype(np.float32) for _ in range(4)]
-        floats[0] = np.where(mask, floats[0] * 0.1 - 2.8, 0).astype(np.float32)
-        ids = rng.integers(0, SPEC.vocab_size, n).astype(np.int32)
-        out.append(Example(f"r{i}", ids, mask, *floats, temperature=0.7 + 0.1 * i, versions=np.ones(n, np.int64)))
+        names = ("old_logprobs", "advantages", "returns", "old_values")
+        floats = {name: np.where(mask, rng.normal(size=n), 0).astype(np.float32) for name in names}
+        floats["old_logprobs"] = np.where(mask, floats["old_logprobs"] * 0.1 - 2.8, 0).astype(np.float32)
+        out.append(example(f"r{i}", rng.integers(0, SPEC.vocab_size, n), mask, 0.7 + 0.1 * i, **floats))
     return out
 
 
@@ -45,7 +45,7 @@ class Ppo:
     """With a shared critic and an entropy bonus, compiled once for all tests."""
 
     def __init__(self):
-        self.algorithm, self.network, self.params = build(name="ppo", critic="shared", entropy=0.01)
+        self.algorithm, self.network, self.params = build(advantage="gae", critic="shared", entropy=0.01)
         self.contribution = jax.jit(contribution(objective.policy(self.network, self.algorithm)))
         self.score_values = jax.jit(self.network.score_values)
         self.score_logprobs = jax.jit(self.network.score_logprobs)
@@ -75,7 +75,7 @@ def close(a, b, atol=3e-5):
 def test_047_order_packing_and_micro_batches_change_nothing(ppo):
     own = examples()
     expected = summed(ppo.contribution, ppo.params, pack(own, SHAPE, Aggregation("seq_mean_token_mean")))
-    assert float(expected.sums["tokens"]) == sum(e.mask.sum() for e in own)
+    assert float(expected.measures["entropy"].count) == sum(e.mask.sum() for e in own)
     for shuffled, shape in ((own[::-1], SHAPE), (own, Shape(9, 1)), (own[2:] + own[:2], Shape(9, 1))):
         packed = pack(shuffled, shape, Aggregation("seq_mean_token_mean"))
         close(summed(ppo.contribution, ppo.params, packed), expected)
@@ -84,7 +84,7 @@ def test_047_order_packing_and_micro_batches_change_nothing(ppo):
 @pytest.mark.parametrize("poison", [1e6, np.nan])
 def test_043_masked_entries_change_no_bit(ppo, poison):
     batch = one_batch()
-    floats = ("behaviour", "advantages", "returns", "old_values", "weights", "value_weights")
+    floats = ("old_logprobs", "reference", "advantages", "returns", "old_values", "weights", "value_weights", "observed_weights")
     sick = {name: np.where(batch.mask, getattr(batch, name), poison).astype(np.float32) for name in floats}
     padding = batch.segment_ids == 0
     assert padding.any()
@@ -98,17 +98,17 @@ def test_043_masked_entries_change_no_bit(ppo, poison):
 def test_on_policy_the_gradient_is_reinforce_and_the_ratio_1(ppo):
     """∇loss = -Σ w·(A·∇log p + .01·∇H) when the behaviour policy is the policy."""
     batch = one_batch()
-    batch = batch._replace(behaviour=np.asarray(ppo.score_logprobs(ppo.params, batch)), value_weights=batch.weights * 0)
+    batch = batch._replace(old_logprobs=np.asarray(ppo.score_logprobs(ppo.params, batch)), value_weights=batch.weights * 0)
 
     def reinforce(params, batch):
-        logprobs, entropies, _ = ppo.network.logprobs(params, batch)
+        logprobs, entropies, _ = ppo.network.logprobs(params, batch, batch.mask)
         return -jnp.sum(batch.weights * (batch.advantages * logprobs + 0.01 * entropies))
 
     own, _ = ppo.contribution(ppo.params, batch)
     close(own.gradient, jax.jit(jax.grad(reinforce))(ppo.params, batch))
-    assert float(own.maxima["ratio_max"]) == pytest.approx(1, abs=1e-6)
-    for name in ("kl_k1", "kl_k3", "clipped_low", "clipped_high"):
-        assert float(own.sums[name]) == pytest.approx(0, abs=1e-5)
+    assert float(own.measures["ratio_max"].value) == pytest.approx(1, abs=1e-6)
+    for name in ("kl_k1", "kl_k2", "kl_k3", "clipped_low", "clipped_high"):
+        assert own.measures[name].result() == pytest.approx(0, abs=1e-5)
 
 
 def test_063_logprobs_do_not_know_their_neighbours(ppo):
@@ -140,14 +140,14 @@ def test_values_are_trained_on_sampled_tokens_alone(ppo):
     values = np.asarray(ppo.score_values(ppo.params, batch)[0])
     own, _ = ppo.contribution(ppo.params, batch._replace(old_values=values))
     errors = (values - batch.returns)[batch.mask]
-    np.testing.assert_allclose(own.sums["value_loss"], 0.5 * np.square(errors).mean(), rtol=1e-4)
+    np.testing.assert_allclose(own.measures["value_loss"].total, 0.5 * np.square(errors).mean(), rtol=1e-4)
     np.testing.assert_allclose(own.gradient["value_head"]["bias"], 0.5 * errors.mean(), atol=1e-5)  # coefficient .5
-    assert float(own.sums["value_clipped"]) == 0
+    assert own.measures["value_clipped"].result() == 0
 
 
 def test_a_separate_critic_leaves_the_policy_alone_and_a_shared_one_does_not(ppo):
     """Without a policy loss only the value loss pulls."""
-    algorithm, network, params = build(name="ppo", critic="separate")
+    algorithm, network, params = build(advantage="gae", critic="separate")
     separate = jax.jit(contribution(objective.policy(network, algorithm)))
     batch = one_batch()
     batch = batch._replace(weights=batch.weights * 0)

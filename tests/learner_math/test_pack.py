@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 
 from learner.advantages import grpo
 from learner.losses import log_ratio, ppo_clip
-from learner.pack import Aggregation, Example, PackError, Shape, pack, token_weights
+from learner.pack import Aggregation, PackError, Shape, pack, token_weights
+from tests.learner_math import build
 
 
 def example(rollout, ids, mask, advantage=0.0, logprob=-1.0):
-    ids, mask = np.asarray(ids, np.int32), np.asarray(mask, bool)
-
-    def where(value):
-        return np.where(mask, value, 0).astype(np.float32)
-
-    return Example(rollout, ids, mask, where(logprob), where(advantage), where(0.5), where(0.25), 0.7, np.where(mask, 1, -1))
+    numbers = {"old_logprobs": logprob, "reference": -3.0, "advantages": advantage, "returns": 0.5, "old_values": 0.25}
+    return build.example(rollout, ids, mask, **{n: np.where(mask, x, 0).astype(np.float32) for n, x in numbers.items()})
 
 
 def acting(rollout, actions, length, advantage=0.0):
@@ -33,7 +30,7 @@ def acting(rollout, actions, length, advantage=0.0):
 def test_every_example_lies_somewhere_whole_and_alone(lengths, rows):
     examples = [example(f"r{i}", np.arange(n) + 100 * i, np.arange(n) % 2, i) for i, n in enumerate(lengths)]
     packed = pack(examples, Shape(10, rows), Aggregation(), keep_tails=True)
-    for field in ("ids", "mask", "behaviour", "advantages", "returns", "old_values"):
+    for field in ("ids", "mask", "old_logprobs", "reference", "advantages", "returns", "old_values"):
         for own, found in zip(examples, packed.read([getattr(b, field) for b in packed.microbatches]), strict=True):
             np.testing.assert_array_equal(getattr(own, field), found)
     for own, found in zip(examples, packed.read([b.positions for b in packed.microbatches]), strict=True):
@@ -103,7 +100,7 @@ SPLITS = {
 @jax.jit
 @jax.value_and_grad
 def loss_and_gradient(logprobs, batch):
-    return jnp.sum(batch.weights * ppo_clip(jnp.exp(log_ratio(logprobs, batch.behaviour)), batch.advantages, 0.2, 0.28))
+    return jnp.sum(batch.weights * ppo_clip(jnp.exp(log_ratio(logprobs, batch.old_logprobs)), batch.advantages, 0.2, 0.28))
 
 
 def loss_and_slopes(advantages, aggregation, lengths, rows, order=(0, 1, 2), width=8):
@@ -112,7 +109,7 @@ def loss_and_slopes(advantages, aggregation, lengths, rows, order=(0, 1, 2), wid
     examples = [acting(str(i), actions[i], lengths[i], advantages[i]) for i in order]
     packed = pack(examples, Shape(width, rows), aggregation)
 
-    found = [loss_and_gradient(jnp.asarray(batch.behaviour), batch) for batch in packed.microbatches]
+    found = [loss_and_gradient(jnp.asarray(batch.old_logprobs), batch) for batch in packed.microbatches]
     by_rollout = dict(zip(order, packed.read([np.asarray(gradient) for _, gradient in found]), strict=True))
     return sum(float(loss) for loss, _ in found), [by_rollout[i][-1] for i in range(3)]
 
@@ -126,7 +123,7 @@ def test_047_one_denominator_however_the_step_is_split(split, order):
     Constant 8, A = R - mean: -(2·2/3 - 3/3 - 5/3)/(3·8) = +.055556.
     """
     lengths, rows = SPLITS[split]
-    normal = grpo(np.array([1.0, 0, 0]), ddof=0)
+    normal = np.asarray(grpo(jnp.array([1.0, 0, 0]), jnp.ones(3, bool), ddof=0))
     centred = np.array([2 / 3, -1 / 3, -1 / 3])
     for advantages, aggregation, loss, slopes in (
         (normal, Aggregation("token_mean"), 0.282843, [-0.141421, 0.070711, 0.070711]),

@@ -12,9 +12,9 @@ from flax import nnx
 
 from common.record import segments
 from common.types import Finish, Status, VersionRun
-from learner.advantages import gae
 from learner.model import hf
 from learner.model.qwen3 import Qwen3
+from learner.temporal import gae
 from learner.update import Trainer, TrainingStopped
 from tests.learner_math.build import SPEC, as_reference, chain, config, random_rollout, rollout, turn
 
@@ -72,7 +72,7 @@ def grpo(grpo_fresh):
 @pytest.fixture(scope="module")
 def ppo_fresh():
     return Fresh(
-        algorithm={"name": "ppo", "critic": "shared", "minibatches": 1, "normalize_advantages": True}, optimizer={"lr": 1e-2}
+        algorithm={"advantage": "gae", "critic": "shared", "minibatches": 1, "normalize": "batch"}, optimizer={"lr": 1e-2}
     )
 
 
@@ -350,7 +350,8 @@ def test_ppo_values_returns_and_bootstrap_are_those_of_the_model(ppo, tmp_path):
         compact = np.concatenate(list(own.values()))
         rewards = {"rewritten": [0, 0.25, 1.0]}.get(trajectory.rollout_id, [0, 0.5, 0])
         values.append(compact)
-        returns.append(gae(np.array(rewards), compact, end, 1.0, 0.95)[1])
+        xs = (jnp.asarray(x, jnp.float32) for x in (rewards, compact))
+        returns.append(np.asarray(gae(*xs, jnp.ones(len(compact), bool), jnp.asarray(end), 1.0, 0.95)[1]))
     metrics = ppo.policy_update([[trajectory] for trajectory in (*cut, rewritten)])
     assert metrics["value_mean"] == pytest.approx(np.concatenate(values).mean(), abs=1e-5)
     assert metrics["return_mean"] == pytest.approx(np.concatenate(returns).mean(), abs=1e-5)
@@ -372,7 +373,7 @@ def test_a_control_run_and_bfloat16_with_a_separate_critic():
     """Zero advantages: the policy stays, bit for bit. At lr 1e-6 every master of a bfloat16 critic moves."""
     tables = {"model": {"dtype": "bfloat16", "remat": True}, "optimizer": {"lr": 1e-6}}
     trainer = Trainer(
-        config(algorithm={"name": "ppo", "critic": "separate", "minibatches": 1, "zero_advantages": True}, **tables), SPEC
+        config(algorithm={"advantage": "gae", "critic": "separate", "minibatches": 1, "zero_advantages": True}, **tables), SPEC
     )
     head = {n: np.full_like(a, 0.1) for n, a in trainer.state_tree().items() if n.startswith("params/value_head")}
     trainer.restore_tree(trainer.state_tree() | head)
@@ -388,7 +389,7 @@ def test_a_control_run_and_bfloat16_with_a_separate_critic():
 
 
 def test_a_separate_critic_starts_from_the_trunk_that_the_warm_start_made():
-    trainer = Trainer(config(algorithm={"name": "ppo", "critic": "separate", "minibatches": 1}), SPEC)
+    trainer = Trainer(config(algorithm={"advantage": "gae", "critic": "separate", "minibatches": 1}), SPEC)
     trainer.supervised([as_reference(rollout([turn([8], [9, 3])], "b"))], 0.02)
 
     def trunks():

@@ -17,9 +17,10 @@ from common.types import Source, Task, VersionRun
 from learner.inbox import Inbox
 from learner.jsonlines import JsonLines, read_lines
 from learner.metrics import live, read_metrics
-from learner.pack import Aggregation, Example, Shape, pack
+from learner.pack import Aggregation, Shape, pack
 from learner.runfolder import RunFolder, read_events, read_trajectories
 from tests import records
+from tests.learner_math.build import example
 
 
 @pytest.fixture
@@ -65,9 +66,7 @@ def test_014_large_ids_survive_every_file_and_the_device(opened, tmp_path):
     opened().trajectories(1, [stored], [0])
     ((_, read),) = read_trajectories(tmp_path / "trajectories" / "1.parquet")
     mask = np.array([False] * 5 + [True] * 5)
-    nothing = np.zeros(10, np.float32)
-    example = Example("a", segments(read)[0].ids, mask, nothing, nothing, nothing, nothing, 1.0, np.zeros(10, np.int64))
-    packed = pack([example], Shape(16, 1), Aggregation())
+    packed = pack([example("a", segments(read)[0].ids, mask)], Shape(16, 1), Aggregation())
     assert np.asarray(jax.device_put(packed.microbatches[0].ids))[0].tolist() == ids + ids + [0] * 6
 
 

@@ -78,7 +78,12 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
         )
         for domain in config.domains
     ]
-    return config.model_copy(update={"model": model, "engine": engine, "tls": tls, "domains": domains})
+    kl = config.algorithm.kl
+    if kl.reference != "initial":
+        kl = kl.model_copy(update={"reference": absolute(kl.reference)})
+    algorithm = config.algorithm.model_copy(update={"kl": kl})
+    changed = {"model": model, "engine": engine, "tls": tls, "domains": domains, "algorithm": algorithm}
+    return config.model_copy(update=changed)
 
 
 def check(config: RunConfig) -> None:

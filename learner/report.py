@@ -1,0 +1,79 @@
+"""Metrics of one update: of its optimizer steps, as they add up, and of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from learner.optimizer import StepReport
+from learner.pack import Example
+from learner.reducers import Last, Measures, PerStep, results
+from learner.rows import Credit, Rollout
+
+Metrics = dict[str, float]
+
+
+class Report:
+    """What the optimizer steps of one update did."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Measures, StepReport]] = []
+        self.extra: Metrics = {}
+        self.trained = self.cut = self.empty = 0
+
+    def metrics(self) -> Metrics:
+        """Means over trained tokens (losses and norms: over optimizer steps); what was not measured is left out."""
+        steps: list[tuple[Any, StepReport]] = jax.device_get(self.steps)
+        finite = [(measures, step) for measures, step in steps if step.finite]
+        out: Metrics = {
+            "trained_tokens": float(self.trained),
+            "cut_tokens": float(self.cut),
+            "optimizer_steps": float(sum(bool(step.taken) for _, step in steps)),
+            "skipped_nonfinite": float(len(steps) - len(finite)),
+            "skipped_zero": float(sum(not step.taken for _, step in finite)),
+            "skipped_empty": float(self.empty),
+        }
+        return out | results(_with_step(at, *pair) for at, pair in enumerate(finite)) | self.extra
+
+
+def _with_step(at: int, measures: Measures, step: StepReport) -> Measures:
+    norms = {name: PerStep(getattr(step, name), 1.0) for name in ("grad_norm", "update_norm")}
+    return measures | norms | {"lr": Last(step.lr, at)}
+
+
+def of_rollouts(groups: Sequence[Sequence[Rollout]], credits: Sequence[Sequence[Sequence[Credit]]]) -> Metrics:
+    """Whether there is anything to learn from: the spread of returns in groups, and of advantages in each domain, over the tokens
+    that are trained on; and what an off-policy correction does to them."""
+    spreads = [np.std([rollout.trajectory.total_reward for rollout in group]) for group in groups if len(group) > 1]
+    gains: dict[str, list[np.ndarray]] = {}
+    weights = []
+    for group, scored in zip(groups, credits, strict=True):
+        for rollout, parts in zip(group, scored, strict=True):
+            for mask, part in zip(rollout.masks, parts, strict=True):
+                gains.setdefault(rollout.trajectory.task.domain, []).append(part.advantages[mask])
+                weights.append(part.weights[mask])
+    out = {"group_reward_std": float(np.mean(spreads))} if spreads else {}
+    for domain, parts in gains.items():
+        if len(own := np.concatenate(parts)):
+            out[f"advantage_std/{domain}"] = float(own.std(dtype=np.float64))
+    if len(own := np.concatenate(weights) if weights else np.zeros(0)):
+        out |= {"correction_mean": float(own.mean(dtype=np.float64)), "correction_zero": float((own == 0).mean())}
+    return out
+
+
+def of_values(examples: Sequence[Example]) -> Metrics:
+    """`explained_variance`: 1 - Var(return - value) / Var(return), over trained tokens."""
+    returns = np.concatenate([example.returns[example.mask] for example in examples]) if examples else np.zeros(0)
+    if not len(returns):
+        return {}
+    values = np.concatenate([example.old_values[example.mask] for example in examples])
+    variance = float(np.var(returns, dtype=np.float64))
+    left = float(np.var(returns - values, dtype=np.float64))
+    return {
+        "value_mean": float(values.mean()),
+        "return_mean": float(returns.mean()),
+        "explained_variance": 1 - left / variance if variance > 0 else 0.0,
+    }

@@ -1,0 +1,99 @@
+"""tools/replay.py on the folder of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.cli import dump_toml
+from common.record import segments
+from learner.model import hf
+from learner.runfolder import RunFolder
+from learner.update import Trainer
+from tests.learner_math.build import SPEC, config
+from tests.learner_math.test_update import batch, with_behaviour
+from tools import replay
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Update 3 of a GRPO run: two groups, sampled by version 1, whose logprobs are .1 above those of version 5."""
+    folder = tmp_path_factory.mktemp("runs") / "kept"
+    settings = config(algorithm={"minibatches": 1}, learner={"max_lag": 1})
+    trainer = Trainer(settings, SPEC)
+    groups = with_behaviour(trainer, batch(groups=2), offset=0.1)
+    groups = [[replace(t, group_id=f"g{g}") for t in group] for g, group in enumerate(groups)]
+    opened = RunFolder(folder)
+    opened.begin(0)
+    opened.trajectories(3, [t for group in groups for t in group], [0] * 6)
+    opened.close()
+    (folder / "config.toml").write_text(dump_toml(settings))
+    hf.write(trainer.snapshot(np.arange(4))[0], SPEC, folder / "weights" / "5", None)
+    shutil.copytree(folder / "weights" / "5", folder / "model")
+    (folder / "weights" / "5" / "DONE").touch()
+    lines = [{"version": 1, "update": 2}, {"version": 5, "update": 2}]
+    (folder / "versions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder, groups
+
+
+def numbers(line):
+    return [float(word) for word in line.split()[1:]]
+
+
+def test_an_update_under_another_algorithm(run, capsys):
+    """Dr. GRPO: R - mean, without GRPO's division; ratios exp(-.1); its constant divisor of 256 tokens per rollout."""
+    folder, groups = run
+    name = groups[0][0].rollout_id
+    assert replay.main([str(folder), "3", "--algorithm", "dr_grpo", "--tokens", name]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "own: grpo, weights of published version 5"
+    assert out[1] == "other: dr_grpo, weights of published version 5"
+    table = {line.split()[0]: numbers(line) for line in out[3:9]}
+    for group in groups:
+        rewards = np.array([t.total_reward for t in group])
+        for trajectory, centred in zip(group, rewards - rewards.mean(), strict=True):
+            reward, tokens, own, other, differs, _, loss, _ = table[trajectory.rollout_id]
+            assert reward == trajectory.total_reward
+            assert tokens == sum(len(step.action_ids) for step in trajectory.steps)
+            assert other == pytest.approx(centred, abs=1e-4)
+            assert own == pytest.approx(centred / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0, abs=1e-4)
+            assert differs == pytest.approx(other - own, abs=2e-5)
+            assert loss == pytest.approx(-centred * np.exp(-0.1) * tokens / (6 * 256), abs=2e-5)
+    assert float(out[9].split()[-2]) == pytest.approx(sum(row[6] for row in table.values()), abs=1e-4)
+    shown = [line.split() for line in out[11:]]
+    (segment,) = segments(groups[0][0])
+    assert [int(words[2]) for words in shown] == segment.ids[segment.mask].tolist()
+    for words in shown:
+        recorded, present = float(words[3]), float(words[4])
+        assert recorded == pytest.approx(present + 0.1, abs=2e-5)
+
+
+def test_what_cannot_be_replayed_is_said(run, capsys, tmp_path):
+    folder, _ = run
+    for arguments, told in (
+        (["4", "--algorithm", "grpo"], "update 4 is not recorded"),
+        (["3", "--algorithm", "grppo"], "algorithm.preset 'grppo' is not known; there are agentrl, "),
+        (["3", "--algorithm", "grpo", "--tokens", "nobody"], "--tokens 'nobody' begins 0 rollouts of update 3"),
+    ):
+        assert replay.main([str(folder), *arguments]) == 2
+        assert told in capsys.readouterr().err
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(copy / "weights")
+    assert replay.main([str(copy), "3", "--algorithm", "grpo"]) == 2
+    assert "the weights after update 2 are not kept any more (checkpoints [])" in capsys.readouterr().err
+
+
+def test_tokens_that_were_too_old_are_left_out(run):
+    folder, groups = run
+    settings = config(learner={"max_lag": 1})
+    lines = [{"version": 1, "update": 0}, {"version": 5, "update": 2}]
+    own = folder.parent / "older"
+    own.mkdir()
+    (own / "versions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    live = replay.live_tokens(settings, own, 3, groups)  # sampled by version 1: two updates old
+    assert not any(mask.any() for masks in live.values() for mask in masks)
+    assert all(m.all() for masks in replay.live_tokens(settings, folder, 3, groups).values() for m in masks)
