@@ -32,7 +32,7 @@ REFUSED = {
     "refills of all": (ONE, ["--tasks.max_refills=2"], 'tasks.max_refills = 2 is for select = "signal" or "mass"'),
     "a group of one": (
         ONE,
-        ["--tasks.select=signal", "--algorithm.name=ppo", "--algorithm.critic=shared", "--algorithm.group_size=1"],
+        ["--tasks.select=signal", "--algorithm.advantage=gae", "--algorithm.critic=shared", "--algorithm.group_size=1"],
         'tasks.select = "signal" compares the rewards of a group; algorithm.group_size is 1: set select = "all"',
     ),
     "draining a choice": (
