@@ -52,6 +52,11 @@ class Batch:
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Sampled tokens of each rollout with a live one."""
+        return [sum(map(len, masks)) for masks in self.live.values() if any(mask.any() for mask in masks)]
+
 
 def identical_siblings(group: Sequence[Trajectory]) -> list[tuple[str, str]]:
     """Pairs of rollouts of a group that sampled the very same ids although that was next to impossible: engines that draw

@@ -25,6 +25,7 @@ from learner.dispatch import Dispatch
 from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
 from learner.inbox import Inbox
 from learner.ledger import Ledger
+from learner.lengths import Lengths
 from learner.progress import Actor, Rate
 from learner.proofs import Proofs
 from learner.rollouts import TRAINING, Group, Kind, Rollout, Rules, Standing, State
@@ -71,6 +72,7 @@ class Control:
         self.deliveries: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter(sampled=0, trained=0)  # of RL rollouts: scored by then, and in the loss
         self.rate = Rate()  # of sampled tokens
+        self.lengths = Lengths()
         self.proofs = Proofs(clock)
         self.waits = Waits(clock)  # of the learner's other threads, and of what the main thread does between two updates
         self.waiting: Wait | None = None  # of the training loop, for rollouts
@@ -132,6 +134,7 @@ class Control:
             self.ledger.commit()
             if batch.kind is Kind.RL:
                 self.tokens["trained"] += batch.live_tokens
+                self.lengths.trained(batch.lengths)
             self._purge()
             self._forget()
 
@@ -278,6 +281,8 @@ class Control:
             reason, why = assignments.obstacle(trajectory, held, self.proofs, rollout.leased_at)
             if reason == NOT_YET:
                 return self._answer("UNPROVEN", why)
+            if group.kind is Kind.RL:
+                self.lengths.played(sampled_tokens(trajectory.steps))
             if reason:
                 self._fail(rollout, reason, why)
             else:

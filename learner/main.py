@@ -255,7 +255,9 @@ def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
             "engine_gap", {"alarm": why, **{name: value for name, value in metrics.items() if name.startswith("gap")}}
         )
         log.warning("update %d: %s", run.update, why)
-    values |= {f"success/{domain}": value for domain, value in batch.success.items()}
+    values |= run.control.lengths.metrics() | {f"success/{domain}": value for domain, value in batch.success.items()}
+    if why := run.control.lengths.alarm():
+        run.folder.event("long_rollouts_starve", {"alarm": why})
     run.folder.metrics(run.update, values)
     run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
     log.info(
