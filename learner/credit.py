@@ -51,7 +51,10 @@ def of_batch(groups: Sequence[Sequence[Rollout]], algorithm: AlgorithmConfig) ->
     elif algorithm.advantage == "gigpo":
         gains = tokens.of_steps(_over_states(groups, _totals(rewards, penalties), rewards, algorithm))
     else:
-        gains = jnp.where(tokens.mask, _compared(groups, _totals(rewards, penalties), algorithm)[:, None], 0)
+        totals = _totals(rewards, penalties)
+        erpo = algorithm.advantage == "erpo"
+        own = _over_questions(groups, totals, tokens, algorithm) if erpo else _compared(groups, totals, algorithm)
+        gains = jnp.where(tokens.mask, own[:, None], 0)
     gains = _normalized(gains, tokens, algorithm)
     if algorithm.zero_advantages:
         gains = jnp.zeros_like(gains)
@@ -176,18 +179,19 @@ def _over_time(algorithm: AlgorithmConfig, lines: _Line) -> tuple[jax.Array, jax
 
 def _compared(groups: Sequence[Sequence[Rollout]], totals: np.ndarray, algorithm: AlgorithmConfig) -> jax.Array:
     """[R]: the advantage of each rollout over the others of its group."""
-    size = power(len(totals))
-    sizes = [len(group) for group in groups]
-    if algorithm.advantage == "erpo":
-        rollouts = [rollout for group in groups for rollout in group]
-        domains = sorted({rollout.trajectory.task.domain for rollout in rollouts})
-        environment = [domains.index(rollout.trajectory.task.domain) for rollout in rollouts]
-        valid = [USER_ERROR not in rollout.trajectory.flags for rollout in rollouts]
-        arrays = (np.repeat(np.arange(len(groups)), sizes), environment, valid)
-        question, environment, valid = (_filled(np.asarray(x), size) for x in arrays)
-        return _erpo(_filled(totals.astype(np.float32), size), question, environment, valid, ddof=algorithm.std_ddof)
-    rewards, mask = rows_of(np.split(totals, np.cumsum(sizes)[:-1]))
-    return _filled(np.asarray(_in_groups(algorithm, rewards, mask))[np.asarray(mask)], size)
+    rewards, mask = rows_of(np.split(totals, np.cumsum([len(group) for group in groups])[:-1]))
+    return _filled(np.asarray(_in_groups(algorithm, rewards, mask))[np.asarray(mask)], power(len(totals)))
+
+
+def _over_questions(
+    groups: Sequence[Sequence[Rollout]], totals: np.ndarray, tokens: Tokens, algorithm: AlgorithmConfig
+) -> jax.Array:
+    """[R]: ERPO's, without rollouts in which the simulated user was wrong."""
+    question = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    valid = np.asarray([USER_ERROR not in rollout.trajectory.flags for rollout in tokens.rollouts])
+    rewards, question, valid = (_filled(x, power(len(totals))) for x in (totals.astype(np.float32), question, valid))
+    environment = jnp.asarray(tokens.domains()[0])
+    return _erpo(rewards, question, environment, valid, ddof=algorithm.std_ddof)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -141,7 +141,7 @@ def cispo(
 
     Turns: each token by itself.
     """
-    return reinforce(logprobs, advantages * jnp.clip(jax.lax.stop_gradient(ratios), 1 - clip_low, 1 + clip_high))
+    return reinforce(logprobs, advantages * jnp.clip(ratios, 1 - clip_low, 1 + clip_high))
 
 
 @shaped
@@ -158,7 +158,6 @@ def double_sided(
 
     Turns: each token by itself.
     """
-    ratios = jax.lax.stop_gradient(ratios)
     inside = (ratios > 1 - clip_low) & (ratios < 1 + clip_high)
     return reinforce(logprobs, advantages * jnp.where(inside, ratios, 0))
 

@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
 from common.addresses import STALE
 from common.cli import ConfigError, load
 from common.config import RunConfig
-from common.config_algorithm import AlgorithmConfig
+from common.config_algorithm import AlgorithmConfig, read_preset
 from common.record import segments, token_versions
 from common.types import Step, Trajectory
 from learner.checkpoints import Checkpoints, committed_steps
@@ -166,6 +166,7 @@ def token_lines(rollout: Trajectory, index: int, a: Replayed, b: Replayed) -> It
 def compare(run: Path, update: int, preset: str, tokens: str) -> Iterator[str]:
     """Raises Refusal, ConfigError, ValueError and PackError."""
     config = load(run / "config.toml")
+    read_preset(preset)  # whose refusal is plainer than that of a whole table
     sizes = {name: getattr(config.algorithm, name) for name in ("group_size", "groups_per_update")}
     other = config.model_copy(update={"algorithm": AlgorithmConfig(preset=preset, **sizes)})
     groups = groups_of(run, update)

@@ -173,6 +173,9 @@ def test_gigpo_compares_steps_that_began_in_the_same_state():
     summed = [replace(t, steps=(*t.steps[:1], replace(t.steps[1], kind=StepKind.SUMMARY), *t.steps[2:])) for t in group[:2]]
     a, b = (own[own != 0] for own in gains(of_batch([[scored(t) for t in summed]], algorithm)))
     np.testing.assert_allclose(a, [0.5 + 2 * 0.125, 0.5, 0.5 + 2 * 0.5], atol=1e-6)
+    mute = [walk("a", [b"", b"end"], 1.0), walk("b", [b"", b"end"], 0.0)]
+    a, b = (own[own != 0] for own in gains(of_batch([[scored(t) for t in mute]], algorithm)))
+    np.testing.assert_allclose([a, b], [[1.0, 0.5], [-1.0, -0.5]], atol=1e-6)
     apart = of_batch([[scored(group[0])], [scored(group[1])]], algorithm)
     assert not np.concatenate(gains(apart)).any()
 

@@ -285,3 +285,15 @@ def test_compact_filtering_is_of_rollouts_that_a_limit_ended():
     ended = rollout(chain([([1], [2], 1.0)]))
     assert not compactly_filtered(ended)
     assert compactly_filtered(replace(ended, status=Status.TRUNCATED))
+
+
+@pytest.mark.parametrize("answer", [0, 3, 40])
+def test_057_entropy_is_of_sampled_tokens_alone(answer):
+    """Vocabulary 4, uniform at two sampled tokens: ln 4 each, however long the certain answer between them, and the padding."""
+    hidden = np.zeros((answer + 8, 4))
+    hidden[2 : 2 + answer, 1] = 50  # rows that predict the answer, and padding
+    hidden[answer + 4 :, 1] = 50
+    mask = [t in (1, answer + 3) for t in range(answer + 8)]
+    _, entropy = logprobs_of(hidden, [1] * (answer + 8), mask)
+    assert entropy[mask].tolist() == pytest.approx([np.log(4)] * 2)
+    assert entropy.sum() == pytest.approx(2 * np.log(4))

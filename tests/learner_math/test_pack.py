@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.record import segments
+from common.types import ContextKind, spans_of
 from learner.advantages import grpo
+from learner.examples import observations
 from learner.losses import log_ratio, ppo_clip
 from learner.pack import Aggregation, PackError, Shape, pack, token_weights
 from tests.learner_math import build
@@ -157,3 +162,45 @@ def test_038_rows_of_equal_reward_stay_in_the_denominator():
     """Groups 1,1 and 1,0, one token each: A = 0, 0, 1, -1; each token weighs a quarter."""
     examples = [acting(str(i), 1, 3, a) for i, a in enumerate((0.0, 0.0, 1.0, -1.0))]
     assert token_weights(examples, Aggregation()) == [0.25] * 4
+
+
+def observing(rollout, kinds, answers):
+    """s: sampled, o: observed, anything else: context."""
+    mask, observed = ([kind == which for kind in kinds] for which in "so")
+    return build.example(rollout, np.arange(len(kinds)), mask, observed=np.array(observed), answers=answers)
+
+
+def test_observations_have_a_denominator_of_their_own():
+    """Rollout a: targets 2 and 1 in two segments, and a notice: 4 answers; b: 1 of 1; c has none. Coefficient .5 of 2 rollouts:
+    .5/(2·4) and .5/(2·1), whatever the policy's loss is. Tails are kept for it, and a target has temperature 1."""
+    examples = [observing("a", "cssoo", 3), observing("a", "cso", 1), observing("b", "cso", 1), observing("c", "cscc", 0)]
+    for aggregation in (Aggregation(observations=0.5), Aggregation("constant", 9.0, policy=0.0, observations=0.5)):
+        packed = pack(examples, Shape(8, 2), aggregation)
+        found = packed.read([batch.observed_weights for batch in packed.microbatches])
+        assert [x.tolist() for x in found] == [[0, 0, 0, 1 / 16, 1 / 16], [0, 0, 1 / 16], [0, 0, 0.25], [0, 0, 0, 0]]
+    assert not sum(batch.weights.sum() for batch in packed.microbatches)
+    heat = packed.read([batch.temperature for batch in packed.microbatches])
+    np.testing.assert_allclose(heat[0], [0.7, 0.7, 0.7, 1, 1], rtol=1e-6)
+    off = pack(examples, Shape(8, 2), Aggregation())
+    assert [place.length for place in off.places] == [3, 2, 2, 2]
+    assert not sum(batch.observed_weights.sum() for batch in off.microbatches)
+
+
+def test_a_sum_over_tokens_counts_rollouts():
+    examples = [acting("a", 1, 3), acting("a", 3, 5), acting("b", 2, 4), acting("c", 0, 4)]
+    assert token_weights(examples, Aggregation("seq_mean_token_sum")) == [0.5] * 4
+    assert token_weights(examples, Aggregation("seq_mean_token_sum", policy=0.5)) == [0.25] * 4
+
+
+def test_targets_are_what_the_environment_said():
+    """Task, a turn, an answer with a notice, a turn in a rewritten context that shows the first again, and the tail: each answer
+    is a target once, notices count in the length only, and a token with nothing before it is no target."""
+    turns = [build.turn([1, 2], [3]), build.turn([4, 5], [6], 0.0, 0, 3), build.turn([9], [7], 1.0, 1, 2)]
+    kinds = [[(2, ContextKind.TASK)], [(1, ContextKind.OBSERVATION), (1, ContextKind.NOTICE)], [(1, ContextKind.OBSERVATION)]]
+    steps = [replace(step, context_spans=spans_of(own)) for step, own in zip(turns, kinds, strict=True)]
+    trajectory = build.rollout(steps, tail=[8, 8])
+    found = [observations(segment) for segment in segments(trajectory)]
+    assert [own["observed"].tolist() for own in found] == [[0, 0, 0, 1, 0, 0], [0, 0, 1, 0, 1, 1]]
+    assert [own["answers"] for own in found] == [2, 3]
+    alone = build.rollout([build.turn([1], [2])])  # its context is an observation
+    assert observations(segments(alone)[0])["observed"].tolist() == [0, 0]
