@@ -122,8 +122,7 @@ class Trainer:
 
     def token_losses(self, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of each example [S]: the policy's loss of its trained tokens, weighted as if all of them made one optimizer step, and
-        their
-        logprobs, under the present weights."""
+        their logprobs, under the present weights."""
         packed = pack(examples, self._shape, self._scaled())
         compiled = jax.jit(objective.token_losses(self._network, self._config.algorithm))
         found = jax.device_get([compiled(self._state.params, batch) for batch in packed.microbatches])
