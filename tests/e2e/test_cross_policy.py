@@ -31,19 +31,21 @@ def test_two_pools_sample_and_the_loss_takes_the_tokens_of_both(launched, capsys
     pools = {e["name"]: e["pool"] for e in json.loads((launched.run / "addresses.json").read_text())["engines"]}
     assert pools == {"engine-0": "main", "engine-1": "stale"}
     update_of = {line["version"]: line["update"] for line in read_lines(launched.run / "versions.jsonl")}
-    seen, oldest, last = Counter(), 0, []
+    seen, turns, whole, oldest, last = Counter(), Counter(), Counter(), 0, []
     for number, line in enumerate(read_metrics(launched.run), 1):
         trained = Counter()  # live tokens by pool
         last = [record for _, record in read_trajectories(launched.run / "trajectories" / f"{number}.parquet")]
         for record in last:
             for step in record.steps:
                 assert all(run.pool == pools[run.engine] for run in step.versions)
+                turns[step.versions[0].pool] += 1
             for (pool, version), count in tokens(record).items():
                 seen[pool, version] += count
                 lag = number - 1 - update_of[version]
                 if lag <= {"main": MAX_LAG, "stale": STALE_MAX_LAG}[pool]:
                     trained[pool] += count
                     oldest = max(oldest, lag)
+        whole += trained
         assert line["trained_tokens"] == sum(trained.values())
         assert line["stale_pool/share"] == trained["stale"] / sum(trained.values())
         assert line["lag_max"] <= MAX_LAG
@@ -61,7 +63,8 @@ def test_two_pools_sample_and_the_loss_takes_the_tokens_of_both(launched, capsys
     summary = launched.summary()
     assert balanced(summary["rollouts"])
     assert (summary["rollouts"]["failed"], summary["recompilations_after_warmup"]) == (0, 0)
-    assert 0.3 < summary["stale_pool"]["share"] < 0.7
+    assert 0.3 < turns["stale"] / turns.total() < 0.7  # of more than 100: five standard deviations about 1/2
+    assert summary["stale_pool"]["share"] == whole["stale"] / whole.total()  # main's tokens are over age first
     assert summary["lag"]["max"] <= MAX_LAG < summary["stale_pool"]["lag"]["max"] <= STALE_MAX_LAG
     assert summary["lag"]["mean"] < summary["stale_pool"]["lag"]["mean"]
     name, version = next((r.rollout_id, v) for r in last for pool, v in tokens(r) if pool == "stale")
