@@ -8,6 +8,7 @@ import pytest
 
 from common.record import segments
 from common.types import StepKind
+from learner.jsonlines import read_lines
 from learner.metrics import read_metrics
 from learner.runfolder import read_events, read_trajectories
 from tests.e2e.launched import OUTCOMES, WARM_ROLLOUTS, balanced
@@ -25,7 +26,7 @@ SUMMARY = {
     "stale_pool",
     "recompilations_after_warmup",
 }
-EVALUATION = {"phase", "version", "split", "mode", "domain", "success", "n", "ci95"}
+EVALUATION = {"phase", "version", "split", "mode", "domain", "success", "n", "tasks", "ci95", "pass_k"}
 
 
 def test_a_whole_run_and_its_evaluation(launched, capsys):
@@ -61,12 +62,15 @@ def test_a_run_whose_policy_sums_up_what_it_no_longer_sees(launched, capsys):
     assert metrics[0]["gap_max"] < 1e-4
     files = sorted((launched.run / "trajectories").glob("*.parquet"))
     rollouts = [[rollout for _, rollout in read_trajectories(path)] for path in files]
+    update_of = {line["version"]: line["update"] for line in read_lines(launched.run / "versions.jsonl")}
     for line, batch in zip(metrics, rollouts, strict=True):
         kinds = [Counter(step.kind for step in rollout.steps) for rollout in batch]
         assert line["segments"] == np.mean([len(segments(rollout)) for rollout in batch])
         assert line["turns"] == np.mean([count[StepKind.ACT] for count in kinds])
         assert line["rollout/summaries"] == np.mean([count[StepKind.SUMMARY] for count in kinds]) > 0
-        assert line["stale"] or line["trained_tokens"] == sum(len(step.action_ids) for r in batch for step in r.steps)
+        versions = np.concatenate([segment.versions[segment.mask] for rollout in batch for segment in segments(rollout)])
+        lags = line["update"] - 1 - np.array([update_of[version] for version in versions.tolist()])
+        assert line["trained_tokens"] == (lags <= summary["config"]["learner"]["max_lag"]).sum()
     longest = max(rollouts[-1], key=lambda rollout: len(rollout.steps))
     capsys.readouterr()
     assert show.main([str(launched.run), longest.rollout_id]) == 0
