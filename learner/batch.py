@@ -87,7 +87,9 @@ def build(groups: Sequence[Group], stored: Mapping[str, Trajectory], ledger: Led
             live[rollout.id] = [np.ones(len(step.action_ids), bool) for step in steps]
         else:
             whole = rollout.state is State.TRAINING
-            live[rollout.id] = [_live(step, ledger, counts) if whole else np.zeros(len(step.action_ids), bool) for step in steps]
+            live[rollout.id] = [
+                live_tokens(step, ledger, counts) if whole else np.zeros(len(step.action_ids), bool) for step in steps
+            ]
         lags[rollout.id] = max((ledger.lag(origin.version) for origin in rollout.origins), default=0)
     tokens = sum(int(mask.sum()) for masks in live.values() for mask in masks)
     outcomes: dict[str, list[bool]] = {}
@@ -107,7 +109,7 @@ def build(groups: Sequence[Group], stored: Mapping[str, Trajectory], ledger: Led
     )
 
 
-def _live(step: Step, ledger: Ledger, counts: Counter[tuple[str, int]]) -> np.ndarray:
+def live_tokens(step: Step, ledger: Ledger, counts: Counter[tuple[str, int]]) -> np.ndarray:
     """[A] bool. Adds the live tokens to `counts`."""
     out = np.zeros(len(step.action_ids), bool)
     for run, end in zip(step.versions, [*(r.start for r in step.versions[1:]), len(out)], strict=True):

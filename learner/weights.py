@@ -20,6 +20,11 @@ from learner.jsonlines import JsonLines, read_lines
 DONE = "DONE"
 
 
+def read_versions(run: Path) -> dict[int, int]:
+    """Version -> update, in the order in which they were published."""
+    return {line["version"]: line["update"] for line in read_lines(run / "versions.jsonl")}
+
+
 class WeightFolder:
     """Not thread-safe by itself; the publisher calls `allocate` and `retire` under its lock, `write` from one thread."""
 
@@ -28,7 +33,7 @@ class WeightFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._incarnation = incarnation
         self._index = JsonLines(run / "versions.jsonl", durable=True)
-        self._updates: dict[int, int] = {line["version"]: line["update"] for line in read_lines(run / "versions.jsonl")}
+        self._updates = read_versions(run)
         folders = [entry for entry in self._folder.iterdir() if entry.is_dir()]
         numbers = [int(entry.name) for entry in folders if entry.name.isdigit()]
         self._next = max([0, *self._updates, *numbers]) + 1

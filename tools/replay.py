@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +25,24 @@ import numpy as np
 if __package__ in (None, ""):  # run as a file: the packages are in the repository root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.addresses import STALE
 from common.cli import ConfigError, load
 from common.config import RunConfig
 from common.config_algorithm import AlgorithmConfig, read_preset
-from common.record import segments, token_versions
-from common.types import Step, Trajectory
+from common.record import segments
+from common.types import Trajectory
+from learner import batch
 from learner.checkpoints import Checkpoints, committed_steps
 from learner.examples import Live
-from learner.jsonlines import read_lines
+from learner.ledger import Ledger
 from learner.model import hf
 from learner.model.spec import ModelSpec, read_config
 from learner.pack import PackError
 from learner.report import Report
+from learner.rollouts import Rules
 from learner.runfolder import TRAJECTORIES, read_trajectories
 from learner.update import Trainer
+from learner.weights import read_versions
 from tools.launching.runs import Refusal, find
-
-NEVER = -(2**62)  # the update of a version that versions.jsonl does not know
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,25 +70,20 @@ def groups_of(run: Path, update: int) -> list[list[Trajectory]]:
 
 def live_tokens(config: RunConfig, run: Path, update: int, groups: list[list[Trajectory]]) -> Live:
     """Which tokens were young enough for the update."""
-    update_of = {line["version"]: line["update"] for line in read_lines(run / "versions.jsonl")}
-    bounds = {STALE: config.cross_policy.max_lag} if config.cross_policy.engines else {}
-
-    def live(step: Step) -> np.ndarray:
-        out = np.zeros(len(step.action_ids), bool)
-        versions = token_versions(step)
-        for part in step.versions:
-            lags = update - 1 - np.array([update_of.get(int(v), NEVER) for v in versions[part.start :]], np.int64)
-            out[part.start :] = lags <= bounds.get(part.pool, config.learner.max_lag)
-        return out
-
-    return {rollout.rollout_id: [live(step) for step in rollout.steps] for group in groups for rollout in group}
+    ledger = Ledger(Rules.of(config), 0)
+    ledger.update = update - 1
+    for version, made in read_versions(run).items():
+        if made < update:
+            ledger.published(version, made)
+    rollouts = [rollout for group in groups for rollout in group]
+    return {rollout.rollout_id: [batch.live_tokens(step, ledger, Counter()) for step in rollout.steps] for rollout in rollouts}
 
 
 def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
     """A trainer with the weights that the update began with, and where they are from. Raises Refusal."""
     spec = ModelSpec.from_hf(read_config(run / "model"))
     step = config.warm.updates + update - 1
-    versions = [line["version"] for line in read_lines(run / "versions.jsonl") if line["update"] == update - 1]
+    versions = [version for version, made in read_versions(run).items() if made == update - 1]
     folders = [run / "weights" / str(version) for version in versions[::-1]]
     folder = next((folder for folder in folders if (folder / "DONE").exists()), None)
     if step in committed_steps(run / "checkpoints"):
@@ -113,11 +109,11 @@ def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
 
 
 def replay(trainer: Trainer, groups: list[list[Trajectory]], live: Live) -> Replayed:
-    batch, _, examples = trainer.prepare(groups, live, Report())
+    prepared, _, examples = trainer.prepare(groups, live, Report())
     flat = [own for group in examples for own in group]
     found = iter(zip(flat, trainer.token_losses(flat), strict=True))
     out = Replayed([], [], [], [])
-    for rollout in (rollout for group in batch for rollout in group):
+    for rollout in (rollout for group in prepared for rollout in group):
         own = [next(found) for _ in rollout.segments]
         out.advantages.append([example.advantages for example, _ in own])
         out.losses.append([losses for _, (losses, _) in own])

@@ -4,9 +4,9 @@ import json
 from collections import Counter
 from itertools import pairwise
 
-from learner.jsonlines import read_lines
 from learner.metrics import read_metrics
 from learner.runfolder import read_trajectories
+from learner.weights import read_versions
 from tests.e2e.launched import balanced
 from tools import check_run, show
 
@@ -30,7 +30,7 @@ def test_two_pools_sample_and_the_loss_takes_the_tokens_of_both(launched, capsys
     assert code == 0, out
     pools = {e["name"]: e["pool"] for e in json.loads((launched.run / "addresses.json").read_text())["engines"]}
     assert pools == {"engine-0": "main", "engine-1": "stale"}
-    update_of = {line["version"]: line["update"] for line in read_lines(launched.run / "versions.jsonl")}
+    update_of = read_versions(launched.run)
     seen, turns, whole, oldest, last = Counter(), Counter(), Counter(), 0, []
     for number, line in enumerate(read_metrics(launched.run), 1):
         trained = Counter()  # live tokens by pool

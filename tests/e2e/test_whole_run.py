@@ -8,9 +8,9 @@ import pytest
 
 from common.record import segments
 from common.types import StepKind
-from learner.jsonlines import read_lines
 from learner.metrics import read_metrics
 from learner.runfolder import read_events, read_trajectories
+from learner.weights import read_versions
 from tests.e2e.launched import OUTCOMES, WARM_ROLLOUTS, balanced
 from tools import show
 
@@ -62,7 +62,7 @@ def test_a_run_whose_policy_sums_up_what_it_no_longer_sees(launched, capsys):
     assert metrics[0]["gap_max"] < 1e-4
     files = sorted((launched.run / "trajectories").glob("*.parquet"))
     rollouts = [[rollout for _, rollout in read_trajectories(path)] for path in files]
-    update_of = {line["version"]: line["update"] for line in read_lines(launched.run / "versions.jsonl")}
+    update_of = read_versions(launched.run)
     for line, batch in zip(metrics, rollouts, strict=True):
         kinds = [Counter(step.kind for step in rollout.steps) for rollout in batch]
         assert line["segments"] == np.mean([len(segments(rollout)) for rollout in batch])
