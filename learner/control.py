@@ -116,7 +116,7 @@ class Control:
             deadline = self._clock() + timeout
             while True:
                 self._tick()
-                self._purge()
+                self.dispatch.purge()
                 self._streak.check()
                 groups = self.dispatch.take(self.kind)
                 if groups:
@@ -135,7 +135,7 @@ class Control:
             if batch.kind is Kind.RL:
                 self.tokens["trained"] += batch.live_tokens
                 self.lengths.trained(batch.lengths)
-            self._purge()
+            self.dispatch.purge()
             self._forget()
 
     def abandon(self, batch: Batch, reason: str) -> None:
@@ -171,11 +171,13 @@ class Control:
 
     # ---- reports -----------------------------------------------------------------------------------------
 
-    def counts(self, *kinds: Kind) -> dict[str, int]:  # of training, or of `kinds`
+    def counts(self, *kinds: Kind) -> dict[str, int]:
+        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`)."""
         with self._changed:
             return self.ledger.counts(*(kinds or TRAINING))
 
-    def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:  # outcome -> reason -> rollouts
+    def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
+        """Outcome -> reason -> rollouts."""
         with self._changed:
             return self.ledger.reasons(*(kinds or TRAINING))
 
@@ -348,12 +350,6 @@ class Control:
         self.actors = progress.remembered(self.actors, now)
         if late := self._lateness.news(self, now):
             self._events("wait_past_deadline", late)
-
-    def _purge(self) -> None:
-        stale = self.ledger.purge()
-        if stale:
-            again = sum(r.state is State.PENDING for r in stale)
-            self._events("stale", {"rollouts": len(stale), "again": again, "update": self.ledger.update, "oldest": stale[0].id})
 
     def _pause(self, name: str, deadline: float, limit: float) -> bool:
         """Wait for a change, a while at most; False when it is over: the deadline has passed or the run has ended."""

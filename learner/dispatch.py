@@ -12,7 +12,7 @@ from common.types import Task
 from learner.curriculum import Curriculum
 from learner.domain_success import DomainSuccess
 from learner.ledger import Ledger
-from learner.rollouts import Group, Kind, Rollout
+from learner.rollouts import Group, Kind, Rollout, State
 from learner.sampler import TaskSampler
 
 LAST_REFILL = 10  # times tasks.max_refills, then the run ends
@@ -85,6 +85,14 @@ class Dispatch:
             if not needs:
                 del self.locked[other]
                 self._events("domain_unlocked", {"domain": other, "update": self._ledger.update})
+
+    def purge(self) -> None:
+        """Give over-age rollouts their outcome."""
+        stale = self._ledger.purge()
+        if stale:
+            again = sum(r.state is State.PENDING for r in stale)
+            event = {"rollouts": len(stale), "again": again, "update": self._ledger.update, "oldest": stale[0].id}
+            self._events("stale", event)
 
     def take(self, kind: Kind) -> list[Group]:
         """As `Ledger.take`. Raises NothingToLearn too."""
