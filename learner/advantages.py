@@ -139,7 +139,8 @@ def _statistics(x: jax.Array, of: jax.Array, mask: jax.Array, ddof: int, sets: i
     highest = jax.ops.segment_max(jnp.where(mask, x, -jnp.inf), of, sets)[of]
     lowest = jax.ops.segment_min(jnp.where(mask, x, jnp.inf), of, sets)[of]
     scale = jnp.maximum(jnp.abs(highest), jnp.abs(lowest))
+    # One entry does not differ from itself, and where there is none the highest is below the lowest.
     differ = highest - lowest > max(EQUAL, 4 * float(jnp.finfo(x.dtype).eps)) * scale
     centred = jnp.where(mask, x - total(x) / jnp.maximum(count, 1), 0)
     std = jnp.sqrt(total(jnp.square(centred)) / jnp.maximum(count - ddof, 1))
-    return _Statistics(centred, std, count, mask & (count > 1) & differ)
+    return _Statistics(centred, std, count, mask & differ)

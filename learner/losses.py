@@ -195,8 +195,7 @@ def clipped_mae(logprobs: Float[Array, " *N"], bound: float) -> Float[Array, " *
 
     Confirmed: it is an absolute error, not a cross-entropy, and a token whose probability passes the bound (0.2 there) is
     optimised no further. Not confirmed: the exact algebra. PaW's weight by the reward of the group is left out: its form is not
-    published, and neither is
-    how it ranks turns by entropy to leave the most certain ones out.
+    published, and neither is how it ranks turns by entropy to leave the most certain ones out.
 
     Turns: as ECHO's.
     """

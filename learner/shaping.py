@@ -32,8 +32,7 @@ def compactly_filtered(trajectory: Trajectory) -> bool:
 
 def leaves_the_loss(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[bool]:
     """Which rollouts of a group are not trained on, and leave the loss's denominator: with ERPO those with an error of the
-    simulated
-    user (which leave its statistics too), those with nothing to compare with, and those that are filtered."""
+    simulated user (which leave its statistics too), those with nothing to compare with, and those that are filtered."""
     wrong = [algorithm.advantage == "erpo" and USER_ERROR in trajectory.flags for trajectory in group]
     alone = algorithm.advantage in COMPARING and len(group) - sum(wrong) < 2
     filtered = [algorithm.compact_filter and compactly_filtered(trajectory) for trajectory in group]
