@@ -15,6 +15,7 @@ import psutil
 from common.cli import load
 from common.wire import Tls
 from learner.checkpoints import committed_steps
+from learner.metrics import read_metrics
 from learner.runfolder import read_trajectories
 from tools.launching.view import ask
 
@@ -140,6 +141,16 @@ class Launched:
         """Rows of all trajectory files that still count, in the order of updates."""
         files = [path for path in (self.run / "trajectories").glob("*.parquet") if path.stem.isdigit()]
         return [row for path in sorted(files, key=lambda path: int(path.stem)) for row, _ in read_trajectories(path)]
+
+    def history(self, updates: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Summary, rows of trained rollouts, and metrics: what one unbroken life of so many updates leaves."""
+        summary, rows, metrics = self.summary(), self.trained(), read_metrics(self.run)
+        assert summary["updates"] == updates
+        assert balanced(summary["rollouts"])
+        assert [line["update"] for line in metrics] == list(range(1, updates + 1))
+        assert len({row["rollout_id"] for row in rows}) == len(rows)  # nothing was trained twice
+        assert summary["tokens"]["trained"] == sum(line["trained_tokens"] for line in metrics)
+        return summary, rows, metrics
 
 
 def balanced(rollouts: dict[str, int]) -> bool:

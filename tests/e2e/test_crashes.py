@@ -45,15 +45,11 @@ def test_every_process_but_the_learner_is_killed_once(launched, compiled):
     assert read_events(launched.run, "leases_expired")  # of the killed actor
     assert {"EnvLost"} <= {event["reason"].partition(":")[0] for event in read_events(launched.run, "rollout_failed")}
 
-    summary, rows, metrics = launched.summary(), launched.trained(), read_metrics(launched.run)
-    assert summary["updates"] == KILL_UPDATES
-    assert balanced(summary["rollouts"])
+    summary, rows, metrics = launched.history(KILL_UPDATES)
     assert summary["lag"]["max"] <= 1
-    assert len({row["rollout_id"] for row in rows}) == len(rows)  # nothing was trained twice
     stale = sum(line["stale"] for line in metrics)  # these count in their groups' statistics only
     assert len(rows) - stale == summary["rollouts"]["trained"] - 60 * 8
     assert max(row["attempt"] for row in rows) >= 2  # work of the killed was done again
-    assert [line["update"] for line in metrics] == list(range(1, KILL_UPDATES + 1))
     assert begins(launched.run) == {1: 0}  # the learner lived through it all
 
 
@@ -145,15 +141,10 @@ def test_a_warm_start_that_ended_early_is_not_repeated(launched, compiled):
 
 def check_history(launched):
     """What stands in the run's folder is what one uninterrupted life would have left."""
-    summary, rows, metrics = launched.summary(), launched.trained(), read_metrics(launched.run)
-    assert summary["updates"] == UPDATES
-    assert balanced(summary["rollouts"])
+    summary, rows, metrics = launched.history(UPDATES)
     assert [e["phase"] for e in summary["evals"]] == ["init", "warm", "rl"]
-    assert [line["update"] for line in metrics] == list(range(1, UPDATES + 1))
     assert [row["update"] for row in rows] == sorted(row["update"] for row in rows)
-    assert len({row["rollout_id"] for row in rows}) == len(rows)  # nothing was trained twice
     assert len(rows) - sum(line["stale"] for line in metrics) == summary["rollouts"]["trained"] - WARM_ROLLOUTS
-    assert summary["tokens"]["trained"] == sum(line["trained_tokens"] for line in metrics)
     # The optimizer: the learning rate is a function of its steps, two per update; a cosine falls everywhere.
     assert {line["optimizer_steps"] for line in metrics} == {2}
     rates = [line["lr"] for line in metrics]
