@@ -242,11 +242,25 @@ def test_weights_change_under_load(fleet: Fleet, weights: All) -> None:
     engine = fleet.engines[1]
     with fleet.published(weights.a, [1]) as life:
         prompts = [[*PROMPTS[2], n] for n in range(16)]
-        flying = [engine.served.start(prompt, **LONG) for prompt in prompts]
-        until(lambda: engine.served.running() == 16, "requests in flight", SOON_S)
-        life.publish(weights.b)
-        until(lambda: life.serves(engine.name), "the update", SOON_S)
-        answers = [each.result(SOON_S) for each in flying]
+        updated = threading.Event()
+        sampled: list[tuple[list[int], dict]] = []
+
+        def asks(prompt: list[int], new: int) -> None:
+            """Again and again: an engine may sample all of an answer sooner than an update begins."""
+            while not updated.is_set():
+                sampled.append((prompt, engine.served.generate(prompt, **(LONG | {"new": new}))))
+
+        # Of different lengths: never do all of them end at once.
+        askers = [engine.served.threads.submit(asks, prompt, LONG["new"] - 16 * n) for n, prompt in enumerate(prompts)]
+        try:
+            until(lambda: engine.served.running() == 16, "requests in flight", SOON_S)
+            life.publish(weights.b)
+            until(lambda: life.serves(engine.name), "the update", SOON_S)
+        finally:
+            updated.set()
+        for asker in askers:
+            asker.result(SOON_S)
+        asked, answers = [list(each) for each in zip(*sampled, strict=True)]
         for answer in answers:
             spans_cover(answer)
             assert answer["meta_info"]["finish_reason"]["type"] in ("length", "stop")
@@ -255,7 +269,7 @@ def test_weights_change_under_load(fleet: Fleet, weights: All) -> None:
         versions = np.concatenate([[span["version"]] * (span["end"] - span["start"]) for each in spans for span in each])
         own, pairs = (
             np.concatenate([logprobs_of(answer) for answer in answers]),
-            list(zip(prompts, map(ids_of, answers), strict=True)),
+            list(zip(asked, map(ids_of, answers), strict=True)),
         )
         for version, truth in life.truths.items():
             assert np.abs(own - truth.logprobs(pairs, 1.0)[0])[versions == version].max() < CLOSE
