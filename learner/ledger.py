@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.seeds import derive_seed
@@ -60,6 +60,10 @@ class Ledger:
 
     def live(self, origin: Origin) -> bool:
         return self.lag(origin.version) <= self.rules.bound(origin.pool)
+
+    def young(self, origins: Sequence[Origin]) -> bool:
+        """Whether a rollout of such tokens may train: with `mask` one live token is enough, else none may be over age."""
+        return (any if self.rules.on_stale == "mask" else all)(self.live(origin) for origin in origins)
 
     # ---- dispatch ----------------------------------------------------------------------------------------
 
@@ -187,8 +191,7 @@ class Ledger:
         touched = []
         waiting = [(g, r) for g in self.groups.values() if g.kind is Kind.RL for r in g.rollouts if r.state is State.WAITING]
         for group, rollout in waiting:
-            live = [self.live(origin) for origin in rollout.origins]
-            if any(live) if self.rules.on_stale == "mask" else all(live):
+            if self.young(rollout.origins):
                 continue
             touched.append(rollout)
             if self.rules.on_stale == "restart":

@@ -31,6 +31,7 @@ from common.config_algorithm import AlgorithmConfig, read_preset
 from common.record import segments
 from common.types import Trajectory
 from learner import batch
+from learner.assignments import origins_of
 from learner.checkpoints import Checkpoints, committed_steps
 from learner.examples import Live
 from learner.ledger import Ledger
@@ -69,14 +70,19 @@ def groups_of(run: Path, update: int) -> list[list[Trajectory]]:
 
 
 def live_tokens(config: RunConfig, run: Path, update: int, groups: list[list[Trajectory]]) -> Live:
-    """Which tokens were young enough for the update."""
+    """Which tokens the update trained on: none of a rollout that `learner.on_stale` took out of it, else the young enough."""
     ledger = Ledger(Rules.of(config), 0)
     ledger.update = update - 1
     for version, made in read_versions(run).items():
         if made < update:
             ledger.published(version, made)
     rollouts = [rollout for group in groups for rollout in group]
-    return {rollout.rollout_id: [batch.live_tokens(step, ledger, Counter()) for step in rollout.steps] for rollout in rollouts}
+    return {
+        rollout.rollout_id: [
+            batch.live_tokens(step, ledger, Counter()) & ledger.young(origins_of(rollout)) for step in rollout.steps
+        ]
+        for rollout in rollouts
+    }
 
 
 def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:

@@ -14,6 +14,7 @@ from common.record import segments
 from learner.model import hf
 from learner.runfolder import RunFolder
 from learner.update import Trainer
+from tests.control import scripted
 from tests.learner_math.build import SPEC, config
 from tests.learner_math.test_update import batch, with_behaviour
 from tools import replay
@@ -97,3 +98,28 @@ def test_tokens_that_were_too_old_are_left_out(run):
     live = replay.live_tokens(settings, own, 3, groups)  # sampled by version 1: two updates old
     assert not any(mask.any() for masks in live.values() for mask in masks)
     assert all(m.all() for masks in replay.live_tokens(settings, folder, 3, groups).values() for m in masks)
+
+
+@pytest.mark.parametrize(("on_stale", "trained"), [("mask", [2, 2, 0, 3]), ("drop", [0, 2, 0, 3]), ("restart", [0, 2, 0, 3])])
+def test_a_replay_trains_on_the_tokens_that_the_run_trained_on(on_stale, trained, tmp_path):
+    """Update 3 with max_lag 1, versions 1, 2 and 3 of updates 0, 1 and 2. One rollout of four has an over-age token and two
+    young ones, one has over-age tokens alone: what the control plane hands out is what the replay finds in the run's folder,
+    also when the run has gone on for 5,000 updates."""
+    settings = {"learner": {"on_stale": on_stale, "max_attempts": 1}}
+    control, _, _ = scripted.started(tmp_path / "spool", **settings)
+    control.ledger.update = 2
+    for version, update in ((2, 1), (3, 2)):
+        scripted.publish(control, version, update)
+    control.set_engines([scripted.engine(3)])
+    tokens = ([(0, 1), (1, 2), (2, 3)], [(0, 2)], [(0, 1)], [(0, 2), (1, 3)])
+    for asked, runs, ids in zip(scripted.lease(control, 4), tokens, ([3, 4, 5], [3, 4], [3], [3, 4, 5]), strict=True):
+        scripted.hand_in(control, scripted.trajectory(asked, steps=(scripted.step(ids, runs, 1.0),)))
+    handed_out = control.take(0)
+    assert handed_out is not None
+    lines = [{"version": version, "update": version - 1} for version in range(1, 5_000)]
+    (tmp_path / "versions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = replay.live_tokens(scripted.config(**settings), tmp_path, 3, [list(group) for group in handed_out.groups])
+    assert [sum(int(mask.sum()) for mask in masks) for masks in found.values()] == trained
+    assert found.keys() == handed_out.live.keys()
+    for name, masks in handed_out.live.items():
+        assert [mask.tolist() for mask in found[name]] == [mask.tolist() for mask in masks]
