@@ -59,6 +59,15 @@ def test_ragen2_as_in_the_code_softmax():
     assert Selection("mass", 0.75, "softmax", True).chosen(tenfold, 5) == [1, 2]
 
 
+def test_ragen2_over_given_deviations():
+    """.5 .3 .15 .05 0, sum 1: the linear form wants .89 and stops at .5 + .3 + .15; with softmax all five are needed: of 1.649,
+    1.350, 1.162, 1.051, 1, the powers of e, four are .839. The first two have nine tenths of the variances, .365 in all."""
+    deviations = [0.5, 0.3, 0.15, 0.05, 0.0]
+    assert mass_of_code(deviations, 0.9, "linear", False) == [0, 1, 2]
+    assert mass_of_code(deviations, 0.9, "softmax", True) == [0, 1, 2, 3, 4]
+    assert mass([d * d for d in deviations], 0.9) == [0, 1]  # .34 > .9 * .365 = .3285
+
+
 def test_without_any_spread_nothing_is_chosen_but_by_the_softmax_over_all():
     flat = [GROUPS[0], GROUPS[4]]
     for form, include_zero in (("paper", False), ("linear", False), ("linear", True), ("softmax", False)):

@@ -174,6 +174,16 @@ def test_alignment_by_hand():
     assert alignment(rewards).tolist() == pytest.approx([21 / 29, 0.0, 0.0])
 
 
+def test_alignment_over_four_epochs():
+    """Means 1/4, 1/2, 5/8, 3/4 over tasks. Task 0: 1 - (1/16 + 0 + 9/64 + 1/16) / (9/16 + 1/4 + 9/64 + 1/16) = 1 - 17/65; never
+    solved: 1 - 81/65, below 0."""
+    rewards = np.array([[0, 0.5, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0.5, 0.5, 1]])
+    weigher = Alignment(4, 2, LIMR)
+    run_epochs(weigher, rewards, 2)
+    assert weigher.scores().tolist() == pytest.approx([0.738462, 0.0, -0.246154, 0.861538], abs=1e-6)
+    assert weigher.tree.weights(4).tolist() == [1.0, 0.1, 0.1, 1.0]
+
+
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
 def test_alignment_summed_up_by_epochs_is_the_formula(tasks, epochs, data):
     table = data.draw(st.lists(st.lists(st.integers(0, 4), min_size=epochs, max_size=epochs), min_size=tasks, max_size=tasks))

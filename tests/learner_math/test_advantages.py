@@ -94,6 +94,7 @@ def test_gigpo_golden():
     np.testing.assert_allclose(found, [1.9, 1, -1.9, -1])
     found = gigpo(episode, returns, anchor, mask, 2.0, True)  # over the sample std .45·√2
     np.testing.assert_allclose(found, [1 + np.sqrt(2), 1, -1 - np.sqrt(2), -1], atol=1e-5)
+    np.testing.assert_allclose(found[0], 1 + 2 * 0.45 / (0.45 * np.sqrt(2) + 1e-6), rtol=1e-12)
 
 
 def test_task_normalisation_golden():
