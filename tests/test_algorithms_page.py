@@ -1,8 +1,9 @@
-"""docs/algorithms.md says of each estimator what its docstring says, and names every setting and every preset there is."""
+"""docs/algorithms.md says of each estimator what its docstring says, names every choice there is, and no key that there is not."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -51,11 +52,21 @@ def test_a_row_says_what_the_docstring_says(name):
     parts = re.findall(r"`([^`]+)`", formula)
     assert parts or name == "shaping.compactly_filtered"
     for part in parts:
-        assert f"`{part}" in docstring
+        assert f"`{part}`" in docstring
     assert source
     for part in source.split("; "):
         assert all(word in docstring for word in part.split(", ")), part
-    assert f"Turns: {turns}" in docstring
+    assert turns.endswith(".")
+    assert re.search(rf"Turns: {re.escape(turns)}( |$)", docstring)  # whole sentences, of which the docstring may have more
+
+
+def test_settings_are_keys_of_the_configuration_with_values_that_it_takes():
+    keys = AlgorithmConfig.model_fields | {f"observation.{name}": x for name, x in ObservationConfig.model_fields.items()}
+    for setting, *_ in ROWS.values():
+        for key, value in re.findall(r"`([a-z_.]+)(?: = ([^`]*))?`", setting):
+            if key != "state_key":  # the domain's
+                assert key in keys
+                assert not value or json.loads(value) in (*get_args(keys[key].annotation), True)
 
 
 def test_every_choice_is_on_the_page():
