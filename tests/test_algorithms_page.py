@@ -1,4 +1,4 @@
-"""docs/algorithms.md says of each estimator what its docstring says, names every choice there is, and no key that there is not."""
+"""docs/algorithms.md says of each estimator what its docstring says; it names every choice, and no key that there is not."""
 
 from __future__ import annotations
 
