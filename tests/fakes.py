@@ -1,5 +1,4 @@
-"""Real servers with scripted behaviour. FakeEngine is an inference engine that speaks SGLang's native HTTP API, FakeRouter what
-`sglang-router` 0.3.2 does and says.
+"""A real server with scripted behaviour: FakeEngine is an inference engine that speaks SGLang's native HTTP API.
 
 It generates in slots, token by token, has a queue, a prefix cache whose entries carry the version that made them, and
 the same rules as SGLang for pausing, flushing and weight updates. Every call can be scripted to fail, to hang or to drop
@@ -9,15 +8,13 @@ the connection. It runs on a thread of its own, on a loopback port that survives
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import aiohttp
 import orjson
 from aiohttp import web
 
@@ -189,7 +186,7 @@ class FakeEngine(Server):
         """As SGLang answers with --api-key."""
         if http.path == "/health" or keys.shown(http.headers.get("Authorization", ""), self.key):
             return None
-        return _json({"error": "Unauthorized"}, 401)
+        return json_answer({"error": "Unauthorized"}, 401)
 
     async def _get(self, http: web.Request) -> web.Response:
         if locked_out := self._locked_out(http):
@@ -200,11 +197,11 @@ class FakeEngine(Server):
             case "/health":
                 return web.Response(status=200 if self.healthy else 503)
             case "/model_info":
-                return _json({"model_path": self.model_path, "weight_version": self.weight_version, "is_generation": True})
+                return json_answer({"model_path": self.model_path, "weight_version": self.weight_version, "is_generation": True})
             case "/server_info":
-                return _json({"weight_version": self.weight_version, **self.server_info})
+                return json_answer({"weight_version": self.weight_version, **self.server_info})
             case _:
-                return _json({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": len(self.waiting)}]})
+                return json_answer({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": len(self.waiting)}]})
 
     async def _post(self, http: web.Request) -> web.Response:
         raw = await http.read()
@@ -231,7 +228,7 @@ class FakeEngine(Server):
             await asyncio.Event().wait()
         if not isinstance(answer, Answer):
             return _drop(http)
-        response = _json(answer.body, answer.status)
+        response = json_answer(answer.body, answer.status)
         if answer.location:
             response.headers["Location"] = answer.location
         return response
@@ -247,11 +244,11 @@ class FakeEngine(Server):
             self.waiting, self.running = self.running + self.waiting, []
         elif mode == "abort":
             self._abort("")
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, body: dict[str, Any]) -> web.Response:
         self.paused = False
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _update(self, body: dict[str, Any]) -> web.Response:
         while self.running and not self.paused:  # noqa: ASYNC110 - without a pause an update waits for running requests
@@ -260,10 +257,10 @@ class FakeEngine(Server):
         self.trace.append(("update", body["weight_version"]))
         if body.get("flush_cache", True) and not self._flush():
             message = "Weights were updated, but the cache was not flushed because requests are still running or queued."
-            return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
+            return json_answer({"success": False, "message": message, "num_paused_requests": 0}, 400)
         self.weight_version = body["weight_version"]
         message = f"Succeeded to update model weights. Weight version updated to {self.weight_version}."
-        return _json({"success": True, "message": message, "num_paused_requests": 0})
+        return json_answer({"success": True, "message": message, "num_paused_requests": 0})
 
     def _flush(self) -> bool:
         if self.running:
@@ -296,10 +293,10 @@ class FakeEngine(Server):
         prompts = ids if batched else [ids]
         for prompt in prompts:
             if not prompt or not all(0 <= i < self.vocabulary for i in prompt):
-                return _json({"error": {"message": f"input_ids {prompt[:8]} are empty or outside the vocabulary"}}, 400)
+                return json_answer({"error": {"message": f"input_ids {prompt[:8]} are empty or outside the vocabulary"}}, 400)
         requests = [self._request(prompt, body, index) for index, prompt in enumerate(prompts)]
         results = await asyncio.gather(*(self._serve(request) for request in requests))
-        return _json(results if batched else results[0])
+        return json_answer(results if batched else results[0])
 
     def _request(self, prompt: list[int], body: dict[str, Any], index: int) -> Request:
         sampling = body.get("sampling_params", {})
@@ -375,77 +372,6 @@ class FakeEngine(Server):
         return {"text": "", "output_ids": request.output, "meta_info": meta}
 
 
-class FakeRouter(Server):
-    """Workers come and go in the background; `/generate` is forwarded to one after the other, once, whatever comes of it."""
-
-    def __init__(self) -> None:
-        self.forwarded = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self.workers: dict[str, str] = {}  # url -> id
-        self._jobs: set[asyncio.Task[None]] = set()
-
-    async def _app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/workers", self._list)
-        app.router.add_post("/workers", self._add)
-        app.router.add_delete("/workers/{id}", self._remove)
-        app.router.add_post("/generate", self._generate)
-        return app
-
-    async def _list(self, http: web.Request) -> web.Response:
-        rows = [{"id": id, "url": url, "model_id": "policy", "is_healthy": True} for url, id in self.workers.items()]
-        return _json({"workers": rows, "total": len(rows)})
-
-    async def _add(self, http: web.Request) -> web.Response:
-        """Once the worker answers, it is one; until then nothing is known of it."""
-        url = (await http.json())["url"]
-        self._later(self._join(url))
-        return _json({"status": "accepted", "worker_id": f"id-of-{url}", "url": url}, 202)
-
-    async def _join(self, url: str) -> None:
-        async with aiohttp.ClientSession() as session:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(url + "/health"):
-                        break
-                await asyncio.sleep(0.05)
-        self.workers[url] = f"id-of-{url.rpartition(':')[2]}"
-
-    async def _remove(self, http: web.Request) -> web.Response:
-        found = [url for url, id in self.workers.items() if id == http.match_info["id"]]
-        if not found:
-            return _json({"error": "worker not found"}, 404)
-        self._later(self._leave(found[0]))
-        return _json({"status": "accepted", "worker_id": http.match_info["id"]}, 202)
-
-    async def _leave(self, url: str) -> None:
-        await asyncio.sleep(0.02)
-        self.workers.pop(url, None)
-
-    def _later(self, job: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(job)
-        self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
-
-    async def _generate(self, http: web.Request) -> web.Response:
-        body = await http.json()
-        sampling = {key: value for key, value in body["sampling_params"].items() if value not in (None, {})}  # as it writes them
-        if not self.workers:
-            return _json({"error": {"code": "no_available_workers", "message": "No available workers"}}, 503)
-        url = list(self.workers)[self.forwarded % len(self.workers)]
-        self.forwarded += 1
-        try:
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(url + "/generate", json={**body, "sampling_params": sampling, "stream": False}) as answer,
-            ):
-                return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
-        except aiohttp.ClientError as error:
-            return _json({"error": {"code": "call_upstream_request_error", "message": str(error)}}, 500)
-
-
 POSTS = {
     "/pause_generation": "_pause",
     "/continue_generation": "_continue",
@@ -456,7 +382,7 @@ POSTS = {
 }
 
 
-def _json(body: Any, status: int = 200) -> web.Response:
+def json_answer(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 

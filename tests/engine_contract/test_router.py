@@ -22,7 +22,8 @@ from learner.engine_api import EngineApi, EngineError
 from learner.publisher import Publisher, PublisherOptions
 from learner.router import Router
 from tests.engine_contract.conftest import REPOSITORY, SGLANG, free_port
-from tests.fakes import DROP, Answer, FakeEngine, FakeRouter, count_up
+from tests.fake_router import FakeRouter
+from tests.fakes import DROP, Answer, FakeEngine, count_up
 from tests.processes import eventually, until
 from tests.publish.calls import canary, save, weights
 from tools.launching.engines import router_command
