@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from common.config import RunConfig
+from common.record import segments
 from common.types import Finish, Sampling, Source, Status, Step, Trajectory
 from learner.model.spec import ModelSpec
 from learner.pack import Example
@@ -83,3 +84,26 @@ def example(rollout: str, ids: Sequence[int], mask: Sequence[bool], temperature:
     names = ("behaviour", "old_logprobs", "reference", "advantages", "returns", "old_values")
     found = {name: np.zeros(len(ids), np.float32) for name in names} | {"observed": np.zeros(len(ids), bool), "answers": 0}
     return Example(rollout=rollout, ids=ids, mask=mask, temperature=temperature, versions=np.where(mask, 1, -1), **found | arrays)
+
+
+def batch(seed=0, groups=4, size=3):
+    rng = np.random.default_rng(seed)
+    return [[random_rollout(rng, f"g{g}-{i}") for i in range(size)] for g in range(groups)]
+
+
+def with_behaviour(trainer, groups, offset=0.0):
+    """The same rollouts, as if the trainer's own policy had sampled them."""
+    return [[recorded(t, *trainer.logprobs([t]), offset) for t in group] for group in groups]
+
+
+def recorded(trajectory, rows, offset):
+    steps = list(trajectory.steps)
+    for segment, row in zip(segments(trajectory), rows, strict=True):
+        for step in segment.steps:
+            own = row[segment.step_of == step] + np.float32(offset)
+            steps[step] = replace(steps[step], action_logprobs=own.astype(np.float32))
+    return replace(trajectory, steps=tuple(steps))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)

@@ -10,7 +10,7 @@ import pytest
 
 from common.config_algorithm import COMPARING, CRITICAL, AlgorithmConfig
 from common.record import segments
-from common.types import StepKind, Task
+from common.types import Status, StepKind, Task
 from learner.credit import of_batch
 from learner.examples import group_of
 from learner.rows import Rollout
@@ -151,6 +151,59 @@ def test_erpo_leaves_user_errors_out_of_everything():
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     trained = [group_of(group[2:], {}, algorithm) for group in groups[:1]]  # 0 and the flagged one: nothing to compare with
     assert not any(r.masks[0].any() for r in trained[0])
+
+
+@pytest.mark.parametrize("advantage", COMPARING)
+def test_039_groups_of_equal_prompts_are_compared_apart(advantage):
+    """One batch, the same opening in both groups: 0, 0 and 1, 1 give no rollout an advantage (merged, they would be ∓1 or ∓2/3);
+    2, 0 beside 1, 1 does, in its group alone."""
+    groups = [[scored(answer(r, f"{g}-{i}")) for i, r in enumerate(own)] for g, own in enumerate(([0.0, 0.0], [1.0, 1.0]))]
+    assert not np.concatenate(gains(of_batch(groups, configured(advantage)))).any()
+    other = [[scored(answer(r, f"{i}")) for i, r in enumerate((2.0, 0.0))], groups[1]]
+    high, low, *rest = (own[-1] for own in gains(of_batch(other, configured(advantage))))
+    assert high > 0.5
+    assert low == pytest.approx(-high)
+    assert rest == [0, 0]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+def test_the_rewards_of_all_turns_count(advantage):
+    """.5 and .5 over two turns is as good as 1 at the end, and better than .5 alone: no reward replaces an earlier one."""
+    turns = ((0.5, 0.5), (0.0, 1.0), (0.0, 0.5))
+    group = [scored(rollout(chain([([1], [2], a), ([3], [4], b)]), f"{i}")) for i, (a, b) in enumerate(turns)]
+    first, second, third = (own[own != 0][0] if own.any() else 0.0 for own in gains(of_batch([group], configured(advantage))))
+    assert first == pytest.approx(second)
+    assert third < second - 0.2
+
+
+def test_a_cut_off_rollout_bootstraps_from_a_critic_only():
+    """REINFORCE++ has none: what stands in `after` is nobody's value."""
+    cut = replace(answer(0.25), status=Status.TRUNCATED)
+    ((credit,),) = of_batch([[scored(cut)]], configured("reinforce_pp"))[0]
+    np.testing.assert_allclose(credit.advantages, [0, 0.25])
+
+
+def test_what_erpo_and_gigpo_divide_by_is_as_configured():
+    """ddof 0 against 1 over four rewards 1 0 0 1: a factor √(4/3). GiGPO with std divides both comparisons."""
+    group = [scored(answer(r, f"{i}")) for i, r in enumerate((1.0, 0.0, 0.0, 1.0))]
+    one, zero = (gains(of_batch([group], configured("erpo", std_ddof=ddof)))[0][-1] for ddof in (1, 0))
+    assert zero / one == pytest.approx(np.sqrt(4 / 3), rel=1e-5)
+    with_std, without = (gains(of_batch([group], configured("gigpo", step_std=std)))[0][-1] for std in (True, False))
+    assert without == pytest.approx(0.5 + 0.5)
+    assert with_std == pytest.approx(2 * 0.866024, abs=1e-5)
+
+
+def test_vtraces_bounds_are_those_of_the_configuration():
+    """One token with a ratio of 4, reward 1, value 0: its advantage is held by the policy's bound, its target by that of rho; and
+    a second one before it moves by c and λ."""
+    trajectory = rollout(chain([([1], [2, 3], 1.0)]))
+    (segment,) = segments(trajectory)
+    logs = np.where(segment.mask, np.log(4.0) - 1, 0).astype(np.float32)
+    bounds = {"vtrace_rho": 2.0, "vtrace_c": 1.5, "vtrace_policy": 3.0, "gae_lambda": 0.5, "gamma": 0.9}
+    one = scored(trajectory, values=[np.zeros(len(segment.ids), np.float32)], logprobs=[logs])
+    ((credit,),) = of_batch([[one]], configured("vtrace", **bounds))[0]
+    np.testing.assert_allclose(credit.returns[segment.mask], [0.9 * 0.5 * 1.5 * 2, 2], rtol=1e-5)
+    np.testing.assert_allclose(credit.advantages[segment.mask], [3 * 0.9 * 2, 3], rtol=1e-5)
 
 
 def test_gigpo_compares_steps_that_began_in_the_same_state():

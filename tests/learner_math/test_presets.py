@@ -13,8 +13,7 @@ from learner.credit import _over_time
 from learner.model import hf
 from learner.report import Report
 from learner.update import Trainer
-from tests.learner_math.build import SPEC, chain, config, random_rollout, rollout
-from tests.learner_math.test_update import batch, with_behaviour
+from tests.learner_math.build import SPEC, batch, chain, config, random_rollout, rollout, with_behaviour
 
 SIZES = {"groups_per_update": 4, "minibatches": 1, "critic_warmup": 0}
 

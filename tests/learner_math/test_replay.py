@@ -15,8 +15,7 @@ from learner.model import hf
 from learner.runfolder import RunFolder
 from learner.update import Trainer
 from tests.control import scripted
-from tests.learner_math.build import SPEC, config
-from tests.learner_math.test_update import batch, with_behaviour
+from tests.learner_math.build import SPEC, batch, config, with_behaviour
 from tools import replay
 
 
