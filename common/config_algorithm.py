@@ -137,13 +137,13 @@ class AlgorithmConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, values: Any) -> Any:
-        """What the preset says where nothing else is said, and GSPO's bounds."""
+        """What the preset says where nothing else is said, and GSPO's bounds, before those of a preset for tokens."""
         if not isinstance(values, dict):
             return values
-        if preset := values.get("preset"):
-            values = _merged(read_preset(preset), values)
         if values.get("policy_loss") == "gspo":
             values = GSPO_CLIP | values
+        if preset := values.get("preset"):
+            values = _merged(read_preset(preset), values)
         return values
 
     @model_validator(mode="after")

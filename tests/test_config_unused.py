@@ -220,5 +220,12 @@ def test_what_is_said_beside_a_preset_counts_and_what_is_not_comes_from_it():
     gspo = AlgorithmConfig(preset="grpo", clip_low=3e-4, clip_high=4e-4, policy_loss="gspo")
     assert (gspo.clip_low, gspo.clip_high, gspo.aggregation) == (3e-4, 4e-4, "seq_mean_token_mean")
     assert AlgorithmConfig(preset="gspo", clip_low=1e-3).clip_high == 4e-4
-    again = AlgorithmConfig.model_validate(both)
+    beside = AlgorithmConfig(preset="grpo", policy_loss="gspo")  # whose clips of .2 are of one token
+    assert (beside.clip_low, beside.clip_high, beside.aggregation) == (3e-4, 4e-4, "seq_mean_token_mean")
+    again = AlgorithmConfig.model_validate(both.model_dump())
     assert again == both
+
+
+def test_a_table_that_is_none_is_refused_as_any():
+    with pytest.raises(ValidationError, match="valid dictionary"):
+        AlgorithmConfig.model_validate("dapo")
