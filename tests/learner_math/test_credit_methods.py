@@ -10,7 +10,7 @@ import pytest
 
 from common.config_algorithm import COMPARING, CRITICAL, AlgorithmConfig
 from common.record import segments
-from common.types import Status, StepKind, Task
+from common.types import StepKind, Task
 from learner.credit import of_batch
 from learner.examples import group_of
 from learner.rows import Rollout
@@ -174,13 +174,6 @@ def test_the_rewards_of_all_turns_count(advantage):
     first, second, third = (own[own != 0][0] if own.any() else 0.0 for own in gains(of_batch([group], configured(advantage))))
     assert first == pytest.approx(second)
     assert third < second - 0.2
-
-
-def test_a_cut_off_rollout_bootstraps_from_a_critic_only():
-    """REINFORCE++ has none: what stands in `after` is nobody's value."""
-    cut = replace(answer(0.25), status=Status.TRUNCATED)
-    ((credit,),) = of_batch([[scored(cut)]], configured("reinforce_pp"))[0]
-    np.testing.assert_allclose(credit.advantages, [0, 0.25])
 
 
 def test_what_erpo_and_gigpo_divide_by_is_as_configured():
