@@ -62,6 +62,25 @@ def test_a_restored_curriculum_goes_on_and_stages_only_rise(first, later):
         assert one.stage(0) == two.stage(0)
 
 
+def test_a_run_goes_on_with_fewer_stages_than_it_had():
+    """Groups of a stage that is gone have the last budget, and so has the run itself; without stages it is in none."""
+    shorter = Curriculum(CurriculumConfig(kind="success", turns=[2, 4]))
+    assert shorter.max_turns(3, 30) == 4
+    shorter.restore({"stage": 3, "window": [True]})
+    assert shorter.state() == {"stage": 2, "window": [True]}
+    none = Curriculum(CurriculumConfig())
+    none.restore({"stage": 3, "window": []})
+    assert none.state()["stage"] == 1
+
+
+def test_stages_by_updates_look_at_no_success():
+    curriculum = Curriculum(CurriculumConfig(kind="stages", turns=[2, 4, 8], every=5))
+    for _ in range(1000):
+        curriculum.record(1, True)
+    assert curriculum.state() == {"stage": 1, "window": []}
+    assert curriculum.stage(4) == 1
+
+
 # ---- success of a domain ----------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def test_ragen2_over_given_deviations():
     deviations = [0.5, 0.3, 0.15, 0.05, 0.0]
     assert mass_of_code(deviations, 0.9, "linear", False) == [0, 1, 2]
     assert mass_of_code(deviations, 0.9, "softmax", True) == [0, 1, 2, 3, 4]
+    assert mass([0.25, 0.5, 0.25], 0.5) == [1]  # reached exactly, in binary fractions
     assert mass([d * d for d in deviations], 0.9) == [0, 1]  # .34 > .9 * .365 = .3285
 
 
