@@ -23,8 +23,8 @@ def test_each_comparison_of_one_group(advantage, one):
 
 
 def test_the_price_of_length_is_paid_at_the_end_and_for_all_segments():
-    """Two segments of two tokens and one, of a limit of 4 with a cache of 2: three tokens cost a half, on the last of them: with γ
-    .5 the first two have a quarter of what is left, and a half."""
+    """Two segments of two tokens and one, of a limit of 4 with a cache of 2: three tokens cost a half, on the last one: with γ
+    .5 the first two have a quarter and a half of the rest."""
     trajectory = rollout([turn([1], [2, 3]), turn([4], [5], 1.0, 0, 1)])
     assert len(segments(trajectory)) == 2
     algorithm = configured("reinforce_pp", gamma=0.5, overlong_limit=4, overlong_cache=2)
