@@ -1,11 +1,15 @@
-"""Certificates for everybody's tests of TLS."""
+"""Certificates for tests of TLS. Examples of Hypothesis have no deadline: that a machine is busy is none of its findings."""
 
 import shutil
 import subprocess
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from common.wire import Tls
+
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")
