@@ -263,3 +263,16 @@ def test_references_are_drawn_once_per_epoch_and_locked_domains_not_at_all(confi
         for _ in range(20):
             single.record(task, True)
     assert sorted(single.next_uniform().seed for _ in range(8)) == list(range(8))
+
+
+def test_a_domain_that_a_checkpoint_does_not_know_begins_at_its_first_epoch():
+    first, second = make(VARIANCE, a=1.0), make(VARIANCE, a=1.0, b=1.0)
+    first.record(first.next(), True)
+    assert second.restore(json.loads(json.dumps(first.state()))) == ["b"]
+
+
+def test_rollouts_of_a_task_that_is_gone_weigh_nothing():
+    """Delivered before the run was resumed with other tasks."""
+    gone, left = make(VARIANCE, count=9)._domains["toy"].tasks[8], make(VARIANCE, count=8)
+    left.record(gone, True)
+    assert left._domains["toy"].weigher.tree.weights(8).tolist() == [1.0] * 8
