@@ -28,6 +28,7 @@ def fake(batch):
     """A peer that takes the environment's tokens for its own, and one that says what it likes."""
     return {
         "fake mean": own_mean(batch) + 1e-12,
+        "fake mean, gradient": own_mean(batch),
         "fake mean, row": whole_mean(batch),
         "fake mean, float32": np.float32(own_mean(batch) + 1e-6),
         "fake nan": np.asarray(np.nan),
@@ -138,21 +139,34 @@ def test_aligned_moves_to_the_right():
 
 
 def test_a_table_and_a_page():
-    found = [result("fake mean"), result("fake mean, row", ("it takes all", whole_mean))]
+    found = [
+        result("fake mean"),
+        result("fake mean, row", ("it takes all", whole_mean)),
+        result("fake mean, gradient", ours=lambda batch: 1e-10 + own_mean(batch)),
+    ]
     differs = found[1].findings["several turns"].difference
-    head, _, agreeing, differing = table(found)
+    head, _, agreeing, differing, _ = table(found)
     assert head == "| what | peer | one turn | several turns | why |"
     assert re.fullmatch(r"\| mean \| fake `mean` \| \de-1\d \| \de-1\d \|  \|", agreeing)
     assert differing == f"| mean | fake `mean, row` | 0e+00 | {differs:.2g} → 0e+00 | it takes all |"
     lines = document(found)
-    assert lines[0] == "Of 2 comparisons 1 agree, 1 differ for a reason that was shown, 0 without one."
-    assert lines[4] == differing
-    assert re.fullmatch(r"\| mean \| fake `mean` \| \de-1\d \|", lines[-1])
+    assert lines[0] == "Of 3 comparisons 2 agree, 1 differ for a reason that was shown, 0 without one."
+    assert lines[4:6] == [differing, ""]
+    assert lines[-1] == "| mean | fake `mean` | 1e-10 |"  # the gradient's, which is larger
     page = bench_math.filled(f"a\n{bench_math.BEGIN}\nold\n{bench_math.END}\nb\n", lines)
     assert page == f"a\n{bench_math.BEGIN}\n\n" + "\n".join(lines) + f"\n\n{bench_math.END}\nb\n"
     assert bench_math.filled(page, lines) == page
     with pytest.raises(ValueError, match="has no <!--"):
         bench_math.filled("a page", lines)
+
+
+def test_a_difference_without_a_reason_ends_in_failure(capsys):
+    assert bench_math.report([result("fake mean"), result("fake mean, row", ("it takes all", whole_mean))]) == 0
+    shown = capsys.readouterr()
+    assert "comparisons: 2  agreeing: 1  explained: 1  unexplained: 0" in shown.out
+    assert shown.err == ""
+    assert bench_math.report([result("fake mean"), result("fake mean, row")]) == 1
+    assert "mean / fake mean, row: differs by" in capsys.readouterr().err
 
 
 def test_the_documentation_has_every_comparison_and_its_reasons():
