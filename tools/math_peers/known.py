@@ -118,10 +118,10 @@ def of_losses() -> list[Comparison]:
     """rlax's: means over tokens."""
 
     def all_entries(x: Batch) -> np.ndarray:
-        return np.float32(reinforced(x) * x.mask.mean())
+        return np.asarray(reinforced(x) * x.mask.mean(), np.float32)
 
     def reinforced(x: Batch) -> np.ndarray:
-        return np.float32(-(ours.logprobs(x)[0] * x.advantages)[x.mask].mean())
+        return np.asarray(-(ours.logprobs(x)[0] * x.advantages)[x.mask].mean(), np.float32)
 
     return [
         *both("PPO's clip", "rlax clipped_surrogate_pg_loss", ours.clipped),

@@ -43,21 +43,31 @@ def returns(batch: Batch, mask: np.ndarray | None = None) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="lam")
 def _vtrace(*arrays: jax.Array, lam: float) -> tuple[jax.Array, jax.Array]:
-    return jax.vmap(partial(temporal.vtrace, gamma=b.GAMMA, bounds=temporal.Bounds(lam=lam)))(*arrays)
+    def one(rewards: jax.Array, values: jax.Array, logs: jax.Array, mask: jax.Array, bootstrap: jax.Array) -> Any:
+        return temporal.vtrace(rewards, values, logs, mask, bootstrap, b.GAMMA, temporal.Bounds(lam=lam))
+
+    return jax.vmap(one)(*arrays)
 
 
-def vtrace(batch: Batch, mask: np.ndarray | None = None, lam: float = b.LAMBDA, **other: np.ndarray) -> Arrays:
-    """Advantages and targets [B, T]; `other` rewards or log_weights than the batch's."""
-    given = {"rewards": batch.rewards, "log_weights": batch.log_weights, **other}
+def vtrace(
+    batch: Batch,
+    mask: np.ndarray | None = None,
+    lam: float = b.LAMBDA,
+    rewards: np.ndarray | None = None,
+    log_weights: np.ndarray | None = None,
+) -> Arrays:
+    """Advantages and targets [B, T]; what is not given is the batch's."""
+    rewards = batch.rewards if rewards is None else rewards
+    log_weights = batch.log_weights if log_weights is None else log_weights
     mask = batch.mask if mask is None else mask
-    found = _vtrace(given["rewards"], batch.values, given["log_weights"], mask, batch.bootstrap, lam=lam)  # pyright: ignore[reportArgumentType]
+    found = _vtrace(rewards, batch.values, log_weights, mask, batch.bootstrap, lam=lam)  # pyright: ignore[reportArgumentType]
     return np.asarray(found[0]), np.asarray(found[1])
 
 
-def vtrace_errors(batch: Batch, mask: np.ndarray | None = None, **other: np.ndarray) -> np.ndarray:
+def vtrace_errors(batch: Batch, mask: np.ndarray | None = None, rewards: np.ndarray | None = None) -> np.ndarray:
     """[B, T]: targets less values, 0 outside of the mask."""
     mask = batch.mask if mask is None else mask
-    return np.where(mask, vtrace(batch, mask, **other)[1] - batch.values, 0)
+    return np.where(mask, vtrace(batch, mask, rewards=rewards)[1] - batch.values, 0)
 
 
 def following(x: np.ndarray, batch: Batch) -> np.ndarray:
@@ -127,12 +137,12 @@ def logprobs(batch: Batch) -> Arrays:
 def ratios(batch: Batch) -> np.ndarray:
     """[B, T] float32: of the policy to that of `old_logits`."""
     both = [jnp.asarray(_token_logprobs(logits, batch)[0]) for logits in (batch.logits, batch.old_logits)]
-    return np.asarray(jnp.exp(losses.log_ratio(*both)))
+    return np.asarray(jnp.exp(losses.log_ratio(both[0], both[1])))
 
 
 @jax.jit
-def _plain_logprobs(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return losses.token_logprobs(lambda x: x, *arrays)  # the states are logits already
+def _plain_logprobs(logits: jax.Array, ids: jax.Array, mask: jax.Array, heat: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return losses.token_logprobs(lambda x: x, logits, ids, mask, heat)
 
 
 def _token_logprobs(logits: np.ndarray, batch: Batch) -> Arrays:
@@ -228,8 +238,8 @@ def value_loss(batch: Batch) -> Arrays:
 
 def square(batch: Batch) -> np.ndarray:
     """[N]: the unclipped value loss of picked tokens."""
-    at = (jnp.asarray(batch.picked(x)) for x in (batch.new_values, batch.values, batch.returns))
-    return np.asarray(losses.value_loss(*at, 0.0))
+    new, old, target = (jnp.asarray(batch.picked(x)) for x in (batch.new_values, batch.values, batch.returns))
+    return np.asarray(losses.value_loss(new, old, target, 0.0))
 
 
 class Given:
