@@ -72,6 +72,11 @@ def test_a_reason_counts_if_it_gives_the_numbers_of_the_peer():
         ("fake mean, row", (), r"differs by 0\.\d+ \(several turns\), and nothing that is known explains it"),
         ("fake mean, row", (("it doubles", lambda x: 2 * own_mean(x)),), "nothing that is known explains it"),
         ("fake mean", (("it takes all", whole_mean),), "differs nowhere because it takes all"),
+        (
+            "fake mean, row",
+            (("it takes all", whole_mean), ("it doubles", lambda x: 2 * own_mean(x))),
+            "nowhere because it doubles",
+        ),
         ("fake nan", (("it is not a number", lambda x: np.asarray(np.nan)),), r"differs by nan \(one turn\)"),
     ],
 )
