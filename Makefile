@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 CACHE := $(or $(POLYTURN_CACHE),$(HOME)/.cache/polyturn)
 SGLANG := $(CACHE)/sglang-$(shell cat tools/sglang_cpu/*.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo selftest bench long clean
+.PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo selftest bench bench-math long clean
 
 setup: $(STAMP)
 
@@ -70,8 +70,11 @@ selftest: $(STAMP)  # twenty updates that change nothing: engine and learner com
 smoke-ppo: $(STAMP)
 	$(PY) tools/launch.py local configs/smoke_ppo.toml --overwrite
 
-bench: $(STAMP)  # all but the trainings, which are in `long`
-	@for bench in $(filter-out tools/bench_learning.py tools/bench_contexts.py tools/bench_sampling.py, $(wildcard tools/bench_*.py)); do echo "== $$bench"; $(PY) $$bench || exit 1; done
+bench: $(STAMP)  # all but the trainings, which are in `long`, and bench-math, which installs its peers
+	@for bench in $(filter-out tools/bench_math.py tools/bench_learning.py tools/bench_contexts.py tools/bench_sampling.py, $(wildcard tools/bench_*.py)); do echo "== $$bench"; $(PY) $$bench || exit 1; done
+
+bench-math: $(STAMP)  # beside rlax, tunix and verl, in environments built once into $$POLYTURN_CACHE (~/.cache/polyturn)
+	$(PY) tools/bench_math.py
 
 long: $(STAMP)
 	$(PY) -m pytest -m long --timeout 3600

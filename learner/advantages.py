@@ -111,7 +111,9 @@ def task_normalize(
 
 @shaped
 def whiten(advantages: Float[Array, " T"], mask: Bool[Array, " T"]) -> Float[Array, " T"]:
-    """`(A − mean) / (std + 1e-8)`, population std, over the tokens of the mask (verl's masked_whiten).
+    """`(A − mean) / (std + 1e-8)`, population std, over the tokens of the mask.
+
+    In place of masked_whiten of verl and tunix, which take the unbiased variance and have 1e-8 within the root.
 
     Turns: over the policy's tokens of all turns.
     """

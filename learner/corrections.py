@@ -62,6 +62,8 @@ def masked(log_weights: Float[Array, " T"], mask: Bool[Array, " T"], low: float,
 def rejected(log_weights: Float[Array, " T"], mask: Bool[Array, " T"], low: float, high: float) -> Float[Array, " T"]:
     """`1 if low ≤ w ≤ high else 0`: a token is taken as it is or not at all (token-level rejection, as verl's).
 
+    verl's "token_k1" has its bounds on 1/w: its `low_high` is 1/high, 1/low here.
+
     Turns: each token by itself.
     """
     weights = _exp(log_weights, mask)
@@ -71,6 +73,8 @@ def rejected(log_weights: Float[Array, " T"], mask: Bool[Array, " T"], low: floa
 @shaped
 def rejected_sequence(log_weights: Float[Array, " T"], mask: Bool[Array, " T"], low: float, high: float) -> Float[Array, " T"]:
     """`1 if low ≤ (Π w)^(1/n) ≤ high else 0`: the rollout or nothing, by its geometric mean (verl's geometric rejection).
+
+    verl's "seq_mean_k1" has its bounds on the inverse, as "token_k1".
 
     Turns: the mean is over the policy's tokens of all turns.
     """

@@ -144,7 +144,7 @@ def vtrace(
     `Âₜ = min(ρ̄_policy, ρₜ)·(rₜ + γ·targetₜ₊₁ − vₜ)`. The advantage is weighted already: no further correction belongs to it.
 
     Turns: as in `gae`, t + 1 is the policy's next token. (rlax's has a mask, and still takes the value of the neighbouring
-    entry.)
+    entry; with λ below 1 its advantages take λ·target + (1 − λ)·v there.)
     """
 
     def step(state: tuple, reward: jax.Array, value: jax.Array, log_ratio: jax.Array) -> tuple[tuple, tuple]:

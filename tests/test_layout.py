@@ -29,7 +29,9 @@ ARROWS = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax", "chex"), ("learner", "tools", "tests")),
     **dict.fromkeys(("tokenizers", "transformers"), ("actors", "tools", "tests")),
     "kubernetes": ("envserver/sandboxes", "tools", "tests"),
-    **dict.fromkeys(("torch", "sglang"), ("tools/sglang_cpu",)),  # which runs in SGLang's own environment
+    "torch": ("tools/sglang_cpu", "tools/math_peers"),  # which run in environments of their own
+    "sglang": ("tools/sglang_cpu",),
+    **dict.fromkeys(("rlax", "tunix", "verl"), ("tools/math_peers",)),
     "unittest": (),  # fakes are real classes
 }
 FUNCTION_LINES, MAIN_LINES, MODULE_LINES, PARAMETERS = 60, 150, 400, 7
