@@ -1,4 +1,4 @@
-"""`[domains.algorithm]`: what a domain's keys, its preset and the run's keys make together, and what is refused with the reason."""
+"""`[domains.algorithm]`: what a domain's keys, its preset and the run's keys make together, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = '[[domains]]\nname = "frozenlake"\n[[domains]]\nname = "arithmetic"\n'
 
 @pytest.fixture
 def run(tmp_path):
-    """-> the configuration of [algorithm] and of arithmetic's, each as lines of TOML, which has also been written and read back."""
+    """Lines of [algorithm] and of arithmetic's own -> the configuration, which has also been written and read back."""
 
     def made(whole="", own="", *overrides):
         path, again = tmp_path / "run.toml", tmp_path / "again.toml"
@@ -80,7 +80,9 @@ def test_settings_stay_with_the_choice_that_they_are_of(run):
     assert values(run(tokens, 'policy_loss = "gspo"').algorithms["arithmetic"], *names) == ("gspo", 3e-4, 4e-4, 0.0)
     assert values(run(sequences, 'policy_loss = "ppo"').algorithms["arithmetic"], *names) == ("ppo", 0.2, 0.28, 0.0)
     assert values(run(tokens, 'policy_loss = "ppo"').algorithms["arithmetic"], *names) == ("ppo", 0.1, 0.15, 2.0)
-    whole = 'aggregation = "constant"\nconstant_divisor = 9.0\nold_policy = "proximal"\ncorrection = "masked"\ncorrection_low = 0.5'
+    whole = (
+        'aggregation = "constant"\nconstant_divisor = 9.0\nold_policy = "proximal"\ncorrection = "masked"\ncorrection_low = 0.5'
+    )
     own = run(whole, 'aggregation = "token_mean"\ncorrection = "importance"').algorithms["arithmetic"]
     assert values(own, "constant_divisor", "old_policy", "correction_low") == (0.0, "proximal", 0.0)
     whole = "kl = { where = 'loss', coefficient = 0.3 }\nobservation = { loss = 'clipped_mae', bound = 0.5, coefficient = 0.3 }"
