@@ -10,7 +10,13 @@ from tests.e2e.launched import REPOSITORY, balanced
 SMALL = [
     *("--model.hidden_size=32", "--model.intermediate_size=64", "--model.num_layers=2", "--model.head_dim=8"),
     *(f"--domains.{i}.{key}" for i in range(2) for key in ("train_tasks=32", "heldout_tasks=8", "admission=4")),
-    *("--engine.slots=16", "--engine.prefill_slots=8", "--engine.prefill_chunk=64", "--engine.widths=[192]", "--actors.rollouts=32"),
+    *(
+        "--engine.slots=16",
+        "--engine.prefill_slots=8",
+        "--engine.prefill_chunk=64",
+        "--engine.widths=[192]",
+        "--actors.rollouts=32",
+    ),
     *("--algorithm.group_size=4", "--algorithm.groups_per_update=6", "--algorithm.minibatches=1"),
     *("--warm.updates=3", "--warm.rollouts_per_update=8", "--warm.target_loss=0", "--learner.updates=3"),
     *("--learner.rows_per_microbatch=8", "--eval.tasks=8", "--eval.init=false"),
