@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from common.config import RunConfig
+from common.config_algorithm import AlgorithmConfig
 
 
 class ConfigError(ValueError):
@@ -126,7 +127,7 @@ def _keys(path: list[Any]) -> list[str]:
     for part in path:
         if isinstance(part, int):
             continue
-        model = _table_of(model.model_fields[part].annotation)
+        model = _table_of(model.model_fields[part].annotation) or AlgorithmConfig  # a domain's keys are those of the run's
     return list(model.model_fields)
 
 

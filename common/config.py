@@ -10,13 +10,13 @@ import ipaddress
 import math
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from common.config_algorithm import AlgorithmConfig
+from common.config_algorithm import CRITICAL, AlgorithmConfig, for_domain
 from common.config_cross_policy import CrossPolicyConfig
 from common.config_domain import DomainConfig
 from common.config_engine import EngineConfig, WeightsConfig
-from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, unused
+from common.config_table import Fraction, Lease, Natural, Port, Positive, Rate, Table, moved, unused
 from common.config_tasks import CurriculumConfig, TasksConfig, check_unlock
 
 QUEUED = 1.5  # requests at an engine for each of its slots
@@ -257,16 +257,46 @@ class RunConfig(Table):
             )
         return self
 
+    @property
+    def algorithms(self) -> dict[str, AlgorithmConfig]:
+        """What the rollouts of each domain are trained with."""
+        return {domain.name: for_domain(self.algorithm, domain.algorithm) for domain in self.domains}
+
+    @model_validator(mode="after")
+    def _algorithms(self) -> RunConfig:
+        for index, domain in enumerate(self.domains):
+            try:
+                for_domain(self.algorithm, domain.algorithm)
+            except ValidationError as error:
+                raise moved(error, f"domain {domain.name!r}", "domains", index, "algorithm") from error
+            except ValueError as error:
+                raise ValueError(f"domains.{domain.name}.algorithm: {error}") from error
+        found = self.algorithms.values()
+        if self.algorithm.critic != "none" and all(own.critic == "none" for own in found):
+            names = " and ".join(sorted({own.advantage for own in found}))
+            raise ValueError(f'algorithm.critic is for {", ".join(CRITICAL)}; {names} has no critic: set critic = "none"')
+        references = sorted({own.kl.reference for own in found if own.kl.where != "none"})
+        if len(references) > 1:
+            raise ValueError(
+                f"algorithm.kl.reference is {' and '.join(map(repr, references))} in different domains, but one reference policy"
+                " is kept beside the policy: name the same in all"
+            )
+        return self
+
     @model_validator(mode="after")
     def _off_policy(self) -> RunConfig:
-        own, lag = self.algorithm, self.learner.max_lag
-        uncorrected = own.correction == "none" and own.advantage != "vtrace"
-        if uncorrected and lag and (own.old_policy == "proximal" or own.policy_loss == "reinforce"):
-            what = 'policy_loss = "reinforce"' if own.policy_loss == "reinforce" else 'old_policy = "proximal"'
-            raise ValueError(
-                f"algorithm.{what} with learner.max_lag {lag} trains on tokens of older policies as if its own had sampled"
-                ' them: set algorithm.correction (which needs old_policy = "proximal"), or learner.max_lag = 0'
-            )
+        lag, algorithms = self.learner.max_lag, self.algorithms
+        for domain in self.domains if lag else ():
+            own = algorithms[domain.name]
+            if own.correction != "none" or own.advantage == "vtrace":
+                continue
+            if own.old_policy == "proximal" or own.policy_loss == "reinforce":
+                where = f"domains.{domain.name}.algorithm" if domain.algorithm else "algorithm"
+                what = 'policy_loss = "reinforce"' if own.policy_loss == "reinforce" else 'old_policy = "proximal"'
+                raise ValueError(
+                    f"{where}.{what} with learner.max_lag {lag} trains on tokens of older policies as if its own had sampled"
+                    f' them: set {where}.correction (which needs old_policy = "proximal"), or learner.max_lag = 0'
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Credit, losses and corrections in a run's configuration: `[algorithm]`, and the presets that fill it.
+"""Credit, losses and corrections in a run's configuration: `[algorithm]`, the presets that fill it, and what domains change.
 
 docs/algorithms.md has the formula and the source of each choice. What cannot go together is refused here, with the reason; what
 only a rollout shows (concurrent branches), where it shows.
@@ -20,6 +20,26 @@ COMPARING = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "erpo", "gigpo"
 CRITICAL = ("gae", "bilevel_gae", "step_gae", "vtrace")  # along a rollout, with a critic
 CLIPPING = ("ppo", "gspo")  # dual clip is for losses with a clip on one side
 GSPO_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}  # of a mean over a sequence: a thousandth of a token's
+
+# Keys that all domains of a run have in common, with the reason.
+RUN_WIDE = {
+    "group_size": "since capacity and selection count groups of one size",
+    **dict.fromkeys(("groups_per_update", "minibatches", "epochs"), "since an optimizer step is over the groups of all domains"),
+    "critic": "since all domains train one network (a domain whose advantage needs no critic has none)",
+    "critic_warmup": "since all domains train one network (a domain without a critic waits for nothing)",
+    "zero_advantages": "since it makes a control run of all of it",
+}
+# The settings of a choice: a domain that chooses otherwise than the run does not have them from the run.
+SETTINGS = {
+    "advantage": (
+        *("std_ddof", "step_weight", "step_std", "gamma", "gae_lambda", "gamma_turn", "vtrace_rho", "vtrace_c", "vtrace_policy"),
+        *("bootstrap_truncated", "value_coefficient", "value_clip"),
+    ),
+    "policy_loss": ("clip_low", "clip_high", "dual_clip"),
+    "correction": ("correction_low", "correction_high"),
+    "aggregation": ("constant_divisor",),
+}
+CHOICES = {"kl": "where", "observation": "loss"}  # tables, and the key of theirs that all others are settings of
 
 
 class KlConfig(Table):
@@ -151,10 +171,9 @@ class AlgorithmConfig(Table):
         name = self.advantage
         if name in CRITICAL and self.critic == "none":
             raise ValueError(f'algorithm.advantage = "{name}" needs a critic: set algorithm.critic to "shared" or "separate"')
-        if name not in CRITICAL:
-            if self.critic != "none":
-                raise ValueError(f'algorithm.critic is for {", ".join(CRITICAL)}; {name} has no critic: set critic = "none"')
-            keys = ("gae_lambda", "value_coefficient", "value_clip", "critic_warmup", "bootstrap_truncated")
+        if name not in CRITICAL:  # a critic may be there for another domain, with its warm-up
+            keys = ("gae_lambda", "value_coefficient", "value_clip", "bootstrap_truncated")
+            keys += ("critic_warmup",) if self.critic == "none" else ()
             unused(self, "algorithm", f"an advantage with a critic, {name} has none", *keys)
         if name in COMPARING and self.group_size < 2:
             raise ValueError(f"algorithm.group_size must be at least 2 for {name}: a group of one has no baseline")
@@ -239,6 +258,34 @@ def read_preset(name: str) -> dict[str, Any]:
         known = sorted(file.stem for file in PRESETS.glob("*.toml"))
         raise ValueError(f"algorithm.preset {name!r} is not known; there are {', '.join(known)}")
     return tomllib.loads(path.read_text())["algorithm"]
+
+
+def for_domain(run: AlgorithmConfig, own: dict[str, Any]) -> AlgorithmConfig:
+    """A domain's algorithm: its `own` keys, on top of the preset that they name, else of the run's keys.
+
+    What is run-wide is the run's, whatever the preset says; there is a critic where the advantage needs one. Raises ValueError,
+    or ValidationError for what AlgorithmConfig refuses.
+    """
+    for key in (key for key in own if key in RUN_WIDE):
+        raise ValueError(f"{key} = {own[key]!r} cannot be one domain's, {RUN_WIDE[key]}: set algorithm.{key}")
+    base = read_preset(own["preset"]) if own.get("preset") else _inherited(run, own)
+    values = _merged(base, own) | {key: getattr(run, key) for key in RUN_WIDE}
+    if values.get("advantage", AlgorithmConfig.model_fields["advantage"].default) not in CRITICAL:
+        values |= {"critic": "none", "critic_warmup": 0}
+    return AlgorithmConfig.model_validate(values)
+
+
+def _inherited(run: AlgorithmConfig, own: dict[str, Any]) -> dict[str, Any]:
+    """The run's keys, as far as they go with what a domain chooses."""
+    values: dict[str, Any] = run.model_dump() | ({"preset": ""} if own else {})
+    for choice, settings in SETTINGS.items():
+        if own.get(choice, values[choice]) != values[choice]:
+            values = {key: value for key, value in values.items() if key not in settings}
+    for table, choice in CHOICES.items():
+        chosen = own.get(table)
+        if isinstance(chosen, dict) and chosen.get(choice, values[table][choice]) != values[table][choice]:
+            del values[table]
+    return values
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,9 @@ class DomainConfig(Table):
     memory_instructions: str = Field(default="", description="file that replaces what the instructions say about memory")
     limits: LimitsConfig = LimitsConfig()
     context: ContextConfig = ContextConfig()
+    algorithm: dict[str, Any] = Field(
+        default={}, description="keys of [algorithm] that this domain has otherwise; a preset takes the place of the run's keys"
+    )
 
     @model_validator(mode="after")
     def _memory(self) -> DomainConfig:

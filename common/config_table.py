@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import InitErrorDetails
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -26,3 +27,14 @@ def unused(table: Table, where: str, what_for: str, *keys: str) -> None:
         value = getattr(table, key)
         if value != type(table).model_fields[key].default:
             raise ValueError(f"{where}.{key} = {value!r} is for {what_for}; leave it out")
+
+
+def moved(error: ValidationError, where: str, *place: str | int) -> ValidationError:
+    """The same mistakes, at `place` of the table around; those of whole tables say that they are in `where`."""
+    details = []
+    for detail in error.errors():
+        context = detail.get("ctx", {})
+        if detail["type"] == "value_error":
+            context = {"error": ValueError(f"{where}: {context['error']}")}
+        details.append(InitErrorDetails(type=detail["type"], loc=(*place, *detail["loc"]), input=detail["input"], ctx=context))
+    return ValidationError.from_exception_data(error.title, details)

@@ -68,8 +68,8 @@ def example(rollout: str, segment: Segment, mask: np.ndarray, temperature: float
     )
 
 
-def of_rollout(rollout: Rollout, credits: Sequence[Credit], algorithm: AlgorithmConfig) -> list[Example]:
-    """Its segments, ready for the policy's loss."""
+def of_rollout(rollout: Rollout, credits: Sequence[Credit], algorithm: AlgorithmConfig, domain: int = 0) -> list[Example]:
+    """Its segments, ready for the policy's loss; `domain` is the number of the rollout's."""
     out = []
     proximal = rollout.logprobs if algorithm.old_policy == "proximal" else [segment.logprobs for segment in rollout.segments]
     for index, (segment, mask, part) in enumerate(zip(rollout.segments, rollout.masks, credits, strict=True)):
@@ -79,6 +79,7 @@ def of_rollout(rollout: Rollout, credits: Sequence[Credit], algorithm: Algorithm
             "advantages": part.advantages * part.weights,
             "returns": part.returns,
             "old_values": part.old_values,
+            "domain": domain,
         }
         if rollout.reference:
             changes["reference"] = rollout.reference[index]

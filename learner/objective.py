@@ -8,8 +8,8 @@ Dimension key: B rows, T tokens of a row, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -135,10 +135,11 @@ def supervised(network: Network) -> Objective:
     return objective
 
 
-def policy(network: Network, algorithm: AlgorithmConfig) -> Objective:
+def policy(network: Network, algorithm: AlgorithmConfig, domains: Mapping[int, str] = {}) -> Objective:
     """The policy's loss, less the entropy bonus, plus what is configured: a KL penalty, the critic's loss, one on observations.
 
-    The ratio is taken against `old_logprobs`; off-policy corrections stand in the advantages.
+    The ratio is taken against `old_logprobs`; off-policy corrections stand in the advantages. Measures are of all tokens, and
+    again, as `NAME/DOMAIN`, of those of each of `domains` (number -> name).
     """
 
     def objective(params: Params, batch: Microbatch) -> Any:
@@ -147,31 +148,29 @@ def policy(network: Network, algorithm: AlgorithmConfig) -> Objective:
         wanted = jnp.logical_or(batch.mask, batch.observed) if predicts else batch.mask
         found, entropies, hidden = network.logprobs(params, batch, wanted)
         logprobs, entropies = kept(found), kept(entropies)
-        losses, measures = _policy_losses(algorithm, batch, logprobs)
+        losses, seen = _policy_losses(algorithm, batch, logprobs)
         weights = kept(batch.weights)
-        tokens = batch.mask.sum(dtype=jnp.float32)
-        total = jnp.sum(weights * losses)
-        measures |= {"policy_loss": PerStep(total), "entropy": Mean(entropies.sum(), tokens)}
-        total -= algorithm.entropy * jnp.sum(weights * entropies)
+        seen.sums["policy_loss"] = weights * losses
+        seen.means["entropy"] = entropies
+        whole = seen.sums["policy_loss"] - algorithm.entropy * weights * entropies
         if algorithm.kl.where != "none":
             logs = log_ratio(logprobs, kept(batch.reference))
-            measures["reference_kl"] = Mean(kept(kl.ESTIMATORS[algorithm.kl.value](logs)).sum(), tokens)
+            seen.means["reference_kl"] = kl.ESTIMATORS[algorithm.kl.value](logs)
             if algorithm.kl.where == "loss":
                 penalty = kl.penalty(logs, algorithm.kl.value, algorithm.kl.gradient)
-                total += algorithm.kl.coefficient * jnp.sum(weights * kept(penalty))
-        if network.critic != "none":
-            loss, more = _value_loss(algorithm, batch, before(network.values(params, batch, hidden)))
-            total, measures = total + algorithm.value_coefficient * loss, measures | more
+                whole += algorithm.kl.coefficient * weights * kept(penalty)
+        if algorithm.critic != "none":
+            values = before(network.values(params, batch, hidden))
+            seen.sums["value_loss"], seen.means["value_clipped"] = _value_losses(algorithm, batch, values)
+            whole += algorithm.value_coefficient * seen.sums["value_loss"]
         if predicts:
             own = _kept(batch.observed, found)
-            errors = (
-                clipped_mae(own, algorithm.observation.bound)
-                if algorithm.observation.loss == "clipped_mae"
-                else cross_entropy(own)
-            )
-            total += jnp.sum(_kept(batch.observed, batch.observed_weights) * errors)
-            measures["observation_loss"] = Mean(_kept(batch.observed, errors).sum(), batch.observed.sum(dtype=jnp.float32))
-        return total, ({"loss": PerStep(total), **measures}, logprobs)
+            paw = algorithm.observation.loss == "clipped_mae"
+            errors = clipped_mae(own, algorithm.observation.bound) if paw else cross_entropy(own)
+            whole += _kept(batch.observed, batch.observed_weights) * _kept(batch.observed, errors)
+            seen.predicted["observation_loss"] = errors
+        seen.sums["loss"] = whole
+        return jnp.sum(whole), (seen.measures(domains), logprobs)
 
     return objective
 
@@ -191,7 +190,37 @@ def _kept(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(mask, x, 0.0)
 
 
-def _policy_losses(algorithm: AlgorithmConfig, batch: Microbatch, logprobs: jax.Array) -> tuple[jax.Array, Measures]:
+@dataclass(frozen=True)
+class _Seen:
+    """What a micro-batch shows of its tokens, [B, T] each, before it is summed up."""
+
+    batch: Microbatch
+    ratios: jax.Array  # that the loss has
+    own_ratios: jax.Array  # of single tokens, 0 outside mask
+    means: dict[str, jax.Array]  # over trained tokens
+    sums: dict[str, jax.Array] = field(default_factory=dict)  # terms of the step's loss, 0 where there is none
+    predicted: dict[str, jax.Array] = field(default_factory=dict)  # over observed tokens
+
+    def measures(self, domains: Mapping[int, str]) -> Measures:
+        out = self._over(jnp.ones_like(self.batch.mask))
+        for number, name in domains.items():
+            out |= {f"{measure}/{name}": own for measure, own in self._over(self.batch.domain == number).items()}
+        return out
+
+    def _over(self, chosen: jax.Array) -> Measures:
+        mask, observed = chosen & self.batch.mask, chosen & self.batch.observed
+        tokens, own = mask.sum(dtype=jnp.float32), _kept(mask, self.own_ratios)
+        return {
+            **{name: PerStep(_kept(chosen, x).sum()) for name, x in self.sums.items()},
+            **{name: Mean(_kept(mask, x).sum(), tokens) for name, x in self.means.items()},
+            **{name: Mean(_kept(observed, x).sum(), observed.sum(dtype=jnp.float32)) for name, x in self.predicted.items()},
+            "ratio_max": Largest(jnp.where(mask, self.ratios, -jnp.inf).max()),
+            "ratio_min": Smallest(jnp.where(mask, self.ratios, jnp.inf).min()),
+            "effective_sample": EffectiveSize(own.sum(), jnp.square(own).sum(), tokens),
+        }
+
+
+def _policy_losses(algorithm: AlgorithmConfig, batch: Microbatch, logprobs: jax.Array) -> tuple[jax.Array, _Seen]:
     """[B, T], and what the ratios say."""
     mask = batch.mask
     advantages = _kept(mask, batch.advantages)
@@ -208,30 +237,19 @@ def _policy_losses(algorithm: AlgorithmConfig, batch: Microbatch, logprobs: jax.
             losses = double_sided(logprobs, ratios, advantages, low, high)
         case _:
             losses = reinforce(logprobs, advantages)
-    tokens = mask.sum(dtype=jnp.float32)
-
-    def mean(x: jax.Array) -> Mean:
-        return Mean(jnp.sum(_kept(mask, x), dtype=jnp.float32), tokens)
-
     either = algorithm.policy_loss == "double_sided"  # clips whatever the sign
-    own_ratios = _kept(mask, jnp.exp(own))
-    return losses, {
-        **{f"kl_{name}": mean(estimate(-own)) for name, estimate in kl.ESTIMATORS.items()},  # of KL(old, policy)
-        "clipped_low": mean(((advantages < 0) | either) & (ratios < 1 - low)),
-        "clipped_high": mean(((advantages > 0) | either) & (ratios > 1 + high)),
-        "ratio_max": Largest(jnp.where(mask, ratios, -jnp.inf).max()),
-        "ratio_min": Smallest(jnp.where(mask, ratios, jnp.inf).min()),
-        "effective_sample": EffectiveSize(own_ratios.sum(), jnp.square(own_ratios).sum(), tokens),
-    }
+    means = {f"kl_{name}": estimate(-own) for name, estimate in kl.ESTIMATORS.items()}  # of KL(old, policy)
+    means["clipped_low"] = (((advantages < 0) | either) & (ratios < 1 - low)).astype(jnp.float32)
+    means["clipped_high"] = (((advantages > 0) | either) & (ratios > 1 + high)).astype(jnp.float32)
+    return losses, _Seen(batch, ratios, _kept(mask, jnp.exp(own)), means)
 
 
-def _value_loss(algorithm: AlgorithmConfig, batch: Microbatch, values: jax.Array) -> tuple[jax.Array, Measures]:
+def _value_losses(algorithm: AlgorithmConfig, batch: Microbatch, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, T] each: the weighted loss of trained tokens' values, and where they are held at the clip's bound."""
     values, old = _kept(batch.mask, values), _kept(batch.mask, batch.old_values)
     errors = value_loss(values, old, _kept(batch.mask, batch.returns), algorithm.value_clip)
-    loss = jnp.sum(_kept(batch.mask, batch.value_weights) * errors)
     moved = (jnp.abs(values - old) > algorithm.value_clip) & (algorithm.value_clip > 0)
-    clipped = Mean(jnp.sum(moved, dtype=jnp.float32), batch.mask.sum(dtype=jnp.float32))
-    return loss, {"value_loss": PerStep(loss), "value_clipped": clipped}
+    return _kept(batch.mask, batch.value_weights) * errors, moved.astype(jnp.float32)
 
 
 def contribution(objective: Objective) -> Callable[[Params, Microbatch], tuple[Contribution, jax.Array]]:

@@ -46,6 +46,7 @@ class Example:
     versions: np.ndarray  # [S] int64: of the weights that sampled it
     observed: np.ndarray  # [S] bool: the environment's, and predicted by a loss on observations
     answers: int  # tokens from the environment: what that loss divides by
+    domain: int = 0  # its number in the run
 
 
 class Microbatch(NamedTuple):
@@ -54,6 +55,7 @@ class Microbatch(NamedTuple):
     ids: Array  # [B, T] int32
     positions: Array  # [B, T] int32, counted in each segment
     segment_ids: Array  # [B, T] int32: 1, 2, ... in each row, 0 is padding
+    domain: Array  # [B, T] int32: number of the rollout's domain; it decides what is counted where, and nothing else
     mask: Array  # [B, T] bool
     observed: Array  # [B, T] bool: targets of the loss on observations; never in `mask`
     old_logprobs: Array  # [B, T] float32
@@ -89,6 +91,7 @@ class Aggregation:
 
     name: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     divisor: float = 0.0
+    share: float = 1.0  # times all weights: of the step's rollouts, where several algorithms make it
     policy: float = 1.0  # times the weights of the policy's loss; 0 while a critic warms up
     observations: float = 0.0  # times those of the loss on observations
 
@@ -146,7 +149,7 @@ def pack(examples: Sequence[Example], shape: Shape, aggregation: Aggregation, ke
             places[which] = Place(index // shape.rows, at, start, length)
             start += length
     for batch in batches:
-        batch.value_weights[batch.mask] = 1 / max(trained, 1)
+        batch.value_weights[batch.mask] = aggregation.share / max(trained, 1)
     cut = sum(max(0, len(example.ids) - shape.row_length) for example in examples) if keep_tails else 0
     return Packed(batches, places, trained, cut)
 
@@ -160,7 +163,7 @@ def token_weights(examples: Sequence[Example], aggregation: Aggregation) -> list
     tokens = trained.total()
     if not tokens:
         return [0.0] * len(examples)
-    scale = aggregation.policy
+    scale = aggregation.policy * aggregation.share
     match aggregation.name:
         case "token_mean":
             return [scale / tokens] * len(examples)
@@ -180,7 +183,8 @@ def observation_weights(examples: Sequence[Example], aggregation: Aggregation) -
         answers[example.rollout] += example.answers
         if example.observed.any():
             targets.add(example.rollout)
-    return [aggregation.observations / max(len(targets) * answers[example.rollout], 1) for example in examples]
+    scale = aggregation.observations * aggregation.share
+    return [scale / max(len(targets) * answers[example.rollout], 1) for example in examples]
 
 
 def _fitting_length(example: Example, row_length: int, keep_tails: bool) -> int:
@@ -211,7 +215,7 @@ def _empty(shape: Shape) -> Microbatch:
     def zeros(dtype: type) -> np.ndarray:
         return np.zeros((shape.rows, shape.row_length), dtype)
 
-    integers = {name: zeros(np.int32) for name in ("ids", "positions", "segment_ids")}
+    integers = {name: zeros(np.int32) for name in ("ids", "positions", "segment_ids", "domain")}
     masks = {name: zeros(np.bool_) for name in ("mask", "observed")}
     floats = {name: zeros(np.float32) for name in (*COPIED, "weights", "value_weights", "observed_weights")}
     return Microbatch(**integers, **masks, temperature=zeros(np.float32) + 1, **floats)
@@ -221,6 +225,7 @@ def _write(batch: Microbatch, at: tuple[int, slice], example: Example, segment: 
     length = at[1].stop - at[1].start
     batch.positions[at] = np.arange(length)
     batch.segment_ids[at] = segment
+    batch.domain[at] = example.domain
     batch.temperature[at] = np.where(example.observed[:length], 1, example.temperature)
     for name in ("ids", "mask", "observed", *COPIED):
         getattr(batch, name)[at] = getattr(example, name)[:length]

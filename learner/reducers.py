@@ -127,7 +127,8 @@ def start(measures: Measures) -> Measures:
 
 
 def merge(a: Measures, b: Measures) -> Measures:
-    return {name: measure.merge(b[name]) for name, measure in a.items()}
+    """`b` may lack some of `a`'s: what one of several algorithms does not measure."""
+    return a | {name: a[name].merge(measure) for name, measure in b.items()}
 
 
 def results(parts: Iterable[Measures]) -> dict[str, float]:

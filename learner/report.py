@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,28 +44,45 @@ def _with_step(at: int, measures: Measures, step: StepReport) -> Measures:
     return measures | norms | {"lr": Last(step.lr, at)}
 
 
-def of_rollouts(groups: Sequence[Sequence[Rollout]], credits: Sequence[Sequence[Sequence[Credit]]]) -> Metrics:
+def of_rollouts(groups: Sequence[Sequence[Rollout]], credits: Sequence[Sequence[Sequence[Credit]]], apart: bool) -> Metrics:
     """Whether there is anything to learn from: the spread of returns in groups, and of advantages in each domain, over the tokens
-    that are trained on; and what an off-policy correction does to them."""
-    spreads = [np.std([rollout.trajectory.total_reward for rollout in group]) for group in groups if len(group) > 1]
-    gains: dict[str, list[np.ndarray]] = {}
-    weights = []
-    for group, scored in zip(groups, credits, strict=True):
-        for rollout, parts in zip(group, scored, strict=True):
-            for mask, part in zip(rollout.masks, parts, strict=True):
-                gains.setdefault(rollout.trajectory.task.domain, []).append(part.advantages[mask])
-                weights.append(part.weights[mask])
-    out = {"group_reward_std": float(np.mean(spreads))} if spreads else {}
-    for domain, parts in gains.items():
-        if len(own := np.concatenate(parts)):
-            out[f"advantage_std/{domain}"] = float(own.std(dtype=np.float64))
-    if len(own := np.concatenate(weights) if weights else np.zeros(0)):
-        out |= {"correction_mean": float(own.mean(dtype=np.float64)), "correction_zero": float((own == 0).mean())}
+    that are trained on; and what an off-policy correction does to them. All of it of each domain too, if domains are to be told
+    `apart`; advantages of different algorithms have no spread in common."""
+    pairs = list(zip(groups, credits, strict=True))
+    domains: dict[str, list[Any]] = {}
+    for group, scored in pairs:
+        if group:
+            domains.setdefault(group[0].trajectory.task.domain, []).append((group, scored))
+    out = {name: value for name, value in _of_groups(pairs).items() if name != "advantage_std"}
+    for domain, own in domains.items():
+        out |= {f"{name}/{domain}": value for name, value in _of_groups(own).items() if apart or name == "advantage_std"}
     return out
 
 
-def of_values(examples: Sequence[Example]) -> Metrics:
-    """`explained_variance`: 1 - Var(return - value) / Var(return), over trained tokens."""
+def _of_groups(pairs: Sequence[tuple[Sequence[Rollout], Sequence[Sequence[Credit]]]]) -> Metrics:
+    spreads = [np.std([rollout.trajectory.total_reward for rollout in group]) for group, _ in pairs if len(group) > 1]
+    out = {"group_reward_std": float(np.mean(spreads))} if spreads else {}
+    trained = [
+        (part.advantages[mask], part.weights[mask])
+        for group, scored in pairs
+        for rollout, parts in zip(group, scored, strict=True)
+        for mask, part in zip(rollout.masks, parts, strict=True)
+    ]
+    gains, weights = (np.concatenate(arrays) for arrays in zip(*trained, strict=True)) if trained else (np.zeros(0),) * 2
+    if len(gains):
+        out["advantage_std"] = float(gains.std(dtype=np.float64))
+        out |= {"correction_mean": float(weights.mean(dtype=np.float64)), "correction_zero": float((weights == 0).mean())}
+    return out
+
+
+def of_values(examples: Sequence[Example], domains: Mapping[int, str]) -> Metrics:
+    """`explained_variance`: 1 - Var(return - value) / Var(return), over trained tokens. Of each of `domains` (number -> name)
+    too."""
+    parts = {"": examples} | {f"/{name}": [own for own in examples if own.domain == number] for number, name in domains.items()}
+    return {f"{name}{domain}": value for domain, own in parts.items() for name, value in _of_critic(own).items()}
+
+
+def _of_critic(examples: Sequence[Example]) -> Metrics:
     returns = np.concatenate([example.returns[example.mask] for example in examples]) if examples else np.zeros(0)
     if not len(returns):
         return {}

@@ -23,34 +23,37 @@ from learner.rows import Rollout
 
 
 class Scorer:
-    def __init__(self, network: Network, shape: Shape, algorithm: AlgorithmConfig) -> None:
-        self._shape, self._critic = shape, algorithm.critic != "none"
-        self._logprobs, self._reference = algorithm.old_policy == "proximal", algorithm.kl.where != "none"
+    def __init__(self, network: Network, shape: Shape) -> None:
+        self._shape = shape
         self.logprobs = jax.jit(network.score_logprobs)
 
-        def score(params: Params, batch: Microbatch) -> dict[str, Any]:
+        def score(params: Params, batch: Microbatch, critic: bool, proximal: bool) -> dict[str, Any]:
             out: dict[str, Any] = {}
-            if self._critic:
+            if critic:
                 out["values"], out["after"] = network.score_values(params, batch)
-            if self._logprobs:  # the compiler makes the trunk's pass for a shared critic once
+            if proximal:  # the compiler makes the trunk's pass for a shared critic once
                 out["logprobs"] = network.score_logprobs(params, batch)
             return out
 
-        self._score = jax.jit(score)
+        self._score = jax.jit(score, static_argnames=("critic", "proximal"))
 
-    def __call__(self, params: Params, reference: Params | None, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], int]:
-        """The rollouts with their scores, and how many tokens of context did not fit a row (zeros stand for their values)."""
-        if not (self._critic or self._logprobs or self._reference):
+    def __call__(
+        self, params: Params, reference: Params | None, rollouts: Sequence[Rollout], algorithm: AlgorithmConfig
+    ) -> tuple[list[Rollout], int]:
+        """The rollouts with the scores that the algorithm reads, and how many tokens of context did not fit a row (zeros stand
+        for their values)."""
+        critic, proximal = algorithm.critic != "none", algorithm.old_policy == "proximal"
+        if not (critic or proximal or algorithm.kl.where != "none"):
             return list(rollouts), 0
         examples = [
             example(r.trajectory.rollout_id, s, s.mask, r.trajectory.sampling.temperature) for r in rollouts for s in r.segments
         ]
-        packed = pack(examples, self._shape, Aggregation(), keep_tails=self._critic)
+        packed = pack(examples, self._shape, Aggregation(), keep_tails=critic)
         found: dict[str, Any] = {}
-        if self._critic or self._logprobs:
-            scores = jax.device_get([self._score(params, batch) for batch in packed.microbatches])
+        if critic or proximal:
+            scores = jax.device_get([self._score(params, batch, critic, proximal) for batch in packed.microbatches])
             found = {name: packed.read([score[name] for score in scores]) for name in scores[0]}
-        if self._reference:
+        if algorithm.kl.where != "none":
             logprobs = [np.asarray(self.logprobs(reference, batch)) for batch in packed.microbatches]
             found["reference"] = packed.read(logprobs)
         parts = iter(range(len(examples)))

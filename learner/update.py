@@ -1,6 +1,7 @@
 """The training step: rollouts in, better weights and a row of metrics out.
 
-A policy update reads: score → credit → pack → (accumulate micro-batches → apply) for each minibatch. Compiled
+A policy update reads: score → credit → pack → (accumulate micro-batches → apply) for each minibatch. Domains with an
+algorithm of their own are scored, credited and packed apart, and make the same optimizer steps (learner/parts.py). Compiled
 functions see one shape of micro-batch only, whatever the rollouts.
 
 Dimension key: B rows of a micro-batch, T tokens of a row, S tokens of a segment.
@@ -8,8 +9,7 @@ Dimension key: B rows of a micro-batch, T tokens of a row, S tokens of a segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,14 @@ from common.config import RunConfig
 from common.record import segments
 from common.seeds import derive_seed
 from common.types import Status, Trajectory
-from learner import credit, objective, optimizer, reducers
+from learner import credit, objective, optimizer
 from learner.canary import Canary
 from learner.examples import Live, example, group_of, of_rollout
 from learner.gap import Gap
 from learner.model import hf
 from learner.model.spec import ModelSpec
-from learner.pack import Aggregation, Example, Microbatch, Packed, Shape, pack, padded
+from learner.pack import Aggregation, Example, Shape, pack, padded
+from learner.parts import Accumulator, Load, Part, loads_of, parts_of
 from learner.report import Metrics, Report, of_rollouts, of_values
 from learner.rows import Credit, Rollout
 from learner.score import Scorer
@@ -45,18 +46,21 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, spec: ModelSpec, weights: nnx.State | None = None) -> None:
-        algorithm = config.algorithm
         self._config, self._shape = config, Shape(config.learner.row_length, config.learner.rows_per_microbatch)
-        self._aggregation = Aggregation(algorithm.aggregation, algorithm.constant_divisor)
-        self._network = network = objective.build_network(config.model, algorithm, spec)
+        self._parts = parts = parts_of(config)
+        self._numbers = {name: (number, part) for part in parts for number, name in part.domains.items()}
+        self._apart = {number: name for part in parts for number, name in part.domains.items()} if len(config.domains) > 1 else {}
+        self._network = network = objective.build_network(config.model, config.algorithm, spec)
         if weights is None:
             weights = objective.random_policy(spec, derive_seed(config.seed, "model"))
         self._state = optimizer.initial(config.optimizer, network.initial(weights))
-        self._policy = _Accumulator(objective.policy(network, algorithm))
-        self._supervised = _Accumulator(objective.supervised(network))
+        losses = [objective.policy(network, part.algorithm, part.domains if self._apart else {}) for part in parts]
+        self._policy, self._supervised = Accumulator(losses), Accumulator([objective.supervised(network)])
         self._apply = jax.jit(optimizer.make_apply(config.optimizer), donate_argnums=0)
-        self._score = Scorer(network, self._shape, algorithm)
-        self._reference = self._first_reference(spec) if algorithm.kl.where != "none" else None
+        self._score = Scorer(network, self._shape)
+        named = [part.algorithm.kl.reference for part in parts if part.algorithm.kl.where != "none"]
+        self._keeps_reference = "initial" in named  # a policy of this run, which a resumed one needs again
+        self._reference = self._first_reference(named[0], spec) if named else None
         self._stored = hf.stored_graph(spec, config.model.dtype)
         kept = config.learner.max_lag if config.learner.gap == "every" else 0
         self._gap = Gap(self._score.logprobs, self._shape, config.model.dtype, kept)
@@ -76,7 +80,8 @@ class Trainer:
             if t.status != Status.FAILED
         ]
         report = Report()
-        self._optimize(self._supervised, pack(examples, self._shape, Aggregation()), report, lr)
+        packed = pack(examples, self._shape, Aggregation())
+        self._optimize(self._supervised, [Load(0, list(range(len(examples))), packed)], report, lr)
         return self._finish(report)
 
     def policy_update(self, groups: Sequence[Sequence[Trajectory]], live: Live | None = None, version: int = -1) -> Metrics:
@@ -89,20 +94,21 @@ class Trainer:
         Raises ValueError for rollouts that have no place in a policy loss, PackError when one does not fit a row, and
         TrainingStopped.
         """
-        report, algorithm = Report(), self._config.algorithm
+        report = Report()
         batch, credits, examples = self.prepare(groups, live or {}, report)
-        report.extra |= of_rollouts(batch, credits)
-        if algorithm.critic != "none":
-            report.extra |= of_values([own for group in examples for own in group])
-        for epoch in range(algorithm.epochs):
-            for part in self._minibatches(len(examples), epoch):
-                chosen = [own for index in part for own in examples[index]]
-                packed = pack(chosen, self._shape, self._scaled())
+        everything = [own for group in examples for own in group]
+        critical = {number for part in self._parts if part.algorithm.critic != "none" for number in part.domains}
+        report.extra |= of_rollouts(batch, credits, bool(self._apart))
+        report.extra |= of_values([own for own in everything if own.domain in critical], self._apart)
+        for epoch in range(self._config.algorithm.epochs):
+            for indices in self._minibatches(len(examples), epoch):
+                chosen = [own for index in indices for own in examples[index]]
                 first = not report.steps
-                logprobs = self._optimize(self._policy, packed, report)
+                loads = self._optimize(self._policy, loads_of(chosen, self._parts, self._shape, self.step), report)
                 if first:  # nothing has changed yet: these are the logprobs of the weights that the update began with
-                    own = packed.read([np.asarray(x) for x in logprobs])
-                    report.extra |= self._gap.measure(chosen, own, version, [e for group in examples for e in group])
+                    found = [own for load, logprobs in loads for own in load.packed.read([np.asarray(x) for x in logprobs])]
+                    trained = [chosen[index] for load, _ in loads for index in load.indices]
+                    report.extra |= self._gap.measure(trained, found, version, everything)
         return self._finish(report)
 
     def prepare(
@@ -110,52 +116,64 @@ class Trainer:
     ) -> tuple[list[list[Rollout]], list[list[list[Credit]]], list[list[Example]]]:
         """What an update trains on, under the present weights: the rollouts with their scores, their credit per segment, and the
         examples of each group. Raises as `policy_update`."""
-        algorithm = self._config.algorithm
-        plain = [group_of(group, live, algorithm) for group in groups]
-        scored, cut = self._score(self._state.params, self._reference, [rollout for group in plain for rollout in group])
-        report.cut += cut
-        each = iter(scored)
-        batch = [[next(each) for _ in group] for group in plain]
-        credits = credit.of_batch(batch, algorithm)
-        pairs = [zip(group, scored, strict=True) for group, scored in zip(batch, credits, strict=True)]
-        return batch, credits, [[own for pair in group for own in of_rollout(*pair, algorithm)] for group in pairs]
+        batch, credits, examples = ([[] for _ in groups] for _ in range(3))
+        for part, indices in self._by_part(groups):
+            plain = [group_of(groups[index], live, part.algorithm) for index in indices]
+            flat = [rollout for group in plain for rollout in group]
+            scored, cut = self._score(self._state.params, self._reference, flat, part.algorithm)
+            report.cut += cut
+            each = iter(scored)
+            own = [[next(each) for _ in group] for group in plain]
+            for index, group, found in zip(indices, own, credit.of_batch(own, part.algorithm), strict=True):
+                batch[index], credits[index] = group, found
+                for rollout, parts in zip(group, found, strict=True):
+                    number, _ = self._numbers[rollout.trajectory.task.domain]
+                    examples[index] += of_rollout(rollout, parts, part.algorithm, number)
+        return batch, credits, examples
+
+    def _by_part(self, groups: Sequence[Sequence[Trajectory]]) -> list[tuple[Part, list[int]]]:
+        """The indices of each part's groups, of those that have some. Raises ValueError for a domain that the run has not."""
+        found: dict[int, tuple[Part, list[int]]] = {}
+        for index, group in enumerate(groups):
+            name = group[0].task.domain if group else next(iter(self._numbers))
+            if name not in self._numbers:
+                raise ValueError(f"group {group[0].group_id} is of domain {name!r}; the run has {', '.join(self._numbers)}")
+            _, part = self._numbers[name]
+            found.setdefault(min(part.domains), (part, []))[1].append(index)
+        return list(found.values())
 
     def token_losses(self, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of each example [S]: the policy's loss of its trained tokens, weighted as if all of them made one optimizer step, and
         their logprobs, under the present weights."""
-        packed = pack(examples, self._shape, self._scaled())
-        compiled = jax.jit(objective.token_losses(self._network, self._config.algorithm))
-        found = jax.device_get([compiled(self._state.params, batch) for batch in packed.microbatches])
-        both = zip(packed.read([losses for losses, _ in found]), packed.read([logprobs for _, logprobs in found]), strict=True)
-        return [
-            (padded(losses, len(own.ids)), padded(logprobs, len(own.ids)))
-            for own, (losses, logprobs) in zip(examples, both, strict=True)
-        ]
-
-    def _scaled(self) -> Aggregation:
-        """As the schedules have it at the present step."""
-        algorithm, step = self._config.algorithm, self.step
-        own, observations = algorithm.observation, 0.0
-        if own.loss != "none":
-            observations = own.coefficient * (max(0.0, 1 - step / own.decay_steps) if own.decay_steps else 1.0)
-        warm = 0.0 if step < algorithm.critic_warmup else 1.0
-        return replace(self._aggregation, policy=warm, observations=observations)
+        out: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for load in loads_of(examples, self._parts, self._shape, self.step):
+            compiled = jax.jit(objective.token_losses(self._network, self._parts[load.part].algorithm))
+            found = jax.device_get([compiled(self._state.params, batch) for batch in load.packed.microbatches])
+            both = (load.packed.read([one[which] for one in found]) for which in range(2))
+            for index, *own in zip(load.indices, *both, strict=True):
+                losses, logprobs = (padded(array, len(examples[index].ids)) for array in own)
+                out[index] = losses, logprobs
+        return [out[index] for index in range(len(examples))]
 
     def _minibatches(self, groups: int, epoch: int) -> list[np.ndarray]:
         """Indices of the groups of each optimizer step, in an order that depends on seed, step and epoch alone."""
         order = np.random.default_rng(derive_seed(self._config.seed, "order", self.step, epoch)).permutation(groups)
         return [part for part in np.array_split(order, self._config.algorithm.minibatches) if len(part)]
 
-    def _optimize(self, accumulator: _Accumulator, packed: Packed, report: Report, fixed_lr: float = -1.0) -> list[jax.Array]:
-        """One optimizer step, not taken when there is nothing to train on. Returns logprobs [B, T] per micro-batch."""
-        report.trained += packed.trained
-        if not packed.trained:
+    def _optimize(
+        self, accumulator: Accumulator, loads: Sequence[Load], report: Report, fixed_lr: float = -1.0
+    ) -> list[tuple[Load, list[jax.Array]]]:
+        """One optimizer step, not taken when there is nothing to train on. Returns the loads that have something, and logprobs
+        [B, T] per micro-batch of each."""
+        loads = [load for load in loads if load.packed.trained]
+        report.trained += sum(load.packed.trained for load in loads)
+        if not loads:
             report.empty += 1
-            return [jnp.zeros(batch.ids.shape) for batch in packed.microbatches]
-        total, logprobs = accumulator.run(self._state.params, packed.microbatches)
+            return []
+        total, logprobs = accumulator.run(self._state.params, loads)
         self._state, step = self._apply(self._state, total.gradient, jnp.float32(fixed_lr))
         report.steps.append((total.measures, step))
-        return logprobs
+        return list(zip(loads, logprobs, strict=True))
 
     def _finish(self, report: Report) -> Metrics:
         metrics = report.metrics()
@@ -183,15 +201,8 @@ class Trainer:
         if self._keeps_reference:
             self._reference = {"policy": jax.tree.map(jnp.copy, params["policy"])}
 
-    @property
-    def _keeps_reference(self) -> bool:
-        """Whether the reference is a policy of this run, which a resumed one needs again."""
-        kl = self._config.algorithm.kl
-        return kl.where != "none" and kl.reference == "initial"
-
-    def _first_reference(self, spec: ModelSpec) -> optimizer.Params:
+    def _first_reference(self, path: str, spec: ModelSpec) -> optimizer.Params:
         """Raises ModelError or ValueError when the named model cannot be the reference."""
-        path = self._config.algorithm.kl.reference
         if path == "initial":
             return {"policy": jax.tree.map(jnp.copy, self._state.params["policy"])}
         found, policy = hf.load(path)
@@ -262,32 +273,3 @@ class Trainer:
 def _snapshot(tree: Any) -> Any:
     """A copy in host memory. (`jax.device_get` may borrow the buffer instead, which the next step could then not reuse.)"""
     return jax.tree.map(np.array, tree)
-
-
-# ---- adding up ---------------------------------------------------------------------------------------------
-
-
-class _Accumulator:
-    """Adds the contributions of micro-batches on the device, in place."""
-
-    def __init__(self, loss: objective.Objective) -> None:
-        contribute = objective.contribution(loss)
-
-        def accumulate(params: Any, total: objective.Contribution, batch: Microbatch) -> Any:
-            own, logprobs = contribute(params, batch)
-            return objective.add(total, own), logprobs
-
-        def nothing(params: Any, batch: Microbatch) -> objective.Contribution:
-            shapes, _ = jax.eval_shape(contribute, params, batch)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.gradient)
-            return objective.Contribution(zeros, reducers.start(shapes.measures))
-
-        self._accumulate: Callable = jax.jit(accumulate, donate_argnums=1)
-        self._nothing: Callable = jax.jit(nothing)
-
-    def run(self, params: Any, batches: Sequence[Microbatch]) -> tuple[objective.Contribution, list[jax.Array]]:
-        total, found = self._nothing(params, batches[0]), []
-        for batch in batches:
-            total, logprobs = self._accumulate(params, total, batch)
-            found.append(logprobs)
-        return total, found

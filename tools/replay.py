@@ -1,10 +1,12 @@
 """Recomputes score, credit and loss of a recorded update under another algorithm, offline.
 
-    python tools/replay.py RUN UPDATE --algorithm PRESET [--tokens ROLLOUT] [--runs DIR]
+    python tools/replay.py RUN UPDATE --algorithm PRESET [--domain NAME] [--tokens ROLLOUT] [--runs DIR]
 
 RUN is a run's folder, or its name below --runs. Nothing is trained and nothing is written. A line per rollout has its return,
 and under the run's own algorithm and under the other one: the mean advantage of its tokens, its share of the policy's loss (all
 groups of the update as one optimizer step), and what differs. --tokens ROLLOUT adds a line per sampled token of that rollout.
+
+PRESET takes the place of the algorithms of all domains, or with --domain of one domain's; the others then keep their own.
 
 It needs the weights that the update began with: the checkpoint after the update before, else its published weights, where they
 are still kept (`checkpoint.every`, `checkpoint.keep`). A critic is in checkpoints only, and only if the run's algorithm has the
@@ -27,7 +29,7 @@ if __package__ in (None, ""):  # run as a file: the packages are in the reposito
 
 from common.cli import ConfigError, load
 from common.config import RunConfig
-from common.config_algorithm import AlgorithmConfig, read_preset
+from common.config_algorithm import AlgorithmConfig, for_domain, read_preset
 from common.record import segments
 from common.types import Trajectory
 from learner import batch
@@ -165,12 +167,35 @@ def token_lines(rollout: Trajectory, index: int, a: Replayed, b: Replayed) -> It
             yield f"{which:>7} {at:>8} {segment.ids[at]:>7} " + " ".join(f"{x:>+10.5f}" for x in numbers)
 
 
-def compare(run: Path, update: int, preset: str, tokens: str) -> Iterator[str]:
+def changed(config: RunConfig, preset: str, domain: str) -> RunConfig:
+    """With the preset in all domains, or in one. Raises Refusal, and ValueError for what does not go together."""
+    keys = read_preset(preset)  # whose refusal is plainer than that of a whole table
+    if not domain:
+        sizes = {name: getattr(config.algorithm, name) for name in ("group_size", "groups_per_update")}
+        domains = [own.model_copy(update={"algorithm": {}}) for own in config.domains]
+        return config.model_copy(update={"algorithm": AlgorithmConfig(preset=preset, **sizes), "domains": domains})
+    names = [own.name for own in config.domains]
+    if domain not in names:
+        raise Refusal(f"--domain {domain!r} is none of the run's: {', '.join(names)}")
+    critic = keys.get("critic", "none") if config.algorithm.critic == "none" else config.algorithm.critic
+    wide = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "critic": critic})  # all groups are one step here
+    for_domain(wide, {"preset": preset})
+    domains = [own.model_copy(update={"algorithm": {"preset": preset}}) if own.name == domain else own for own in config.domains]
+    return config.model_copy(update={"algorithm": wide, "domains": domains})
+
+
+def named(config: RunConfig) -> str:
+    """Its algorithms, with their domains where they differ."""
+    names = {domain: own.preset or own.advantage for domain, own in config.algorithms.items()}
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    return ", ".join(f"{domain} {name}" for domain, name in names.items())
+
+
+def compare(run: Path, update: int, preset: str, domain: str, tokens: str) -> Iterator[str]:
     """Raises Refusal, ConfigError, ValueError and PackError."""
     config = load(run / "config.toml")
-    read_preset(preset)  # whose refusal is plainer than that of a whole table
-    sizes = {name: getattr(config.algorithm, name) for name in ("group_size", "groups_per_update")}
-    other = config.model_copy(update={"algorithm": AlgorithmConfig(preset=preset, **sizes)})
+    other = changed(config, preset, domain)
     groups = groups_of(run, update)
     flat = [rollout for group in groups for rollout in group]
     wanted = [index for index, rollout in enumerate(flat) if tokens and rollout.rollout_id.startswith(tokens)]
@@ -181,7 +206,7 @@ def compare(run: Path, update: int, preset: str, tokens: str) -> Iterator[str]:
     for each in (config, other):
         trainer, source = restored(each, run, update)
         found.append(replay(trainer, groups, live))
-        yield f"{'own' if each is config else 'other'}: {each.algorithm.preset or each.algorithm.advantage}, weights of {source}"
+        yield f"{'own' if each is config else 'other'}: {named(each)}, weights of {source}"
     yield from lines(groups, *found)
     for index in wanted:
         yield from token_lines(flat[index], index, *found)
@@ -192,11 +217,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run")
     parser.add_argument("update", type=int)
     parser.add_argument("--algorithm", required=True, metavar="PRESET")
+    parser.add_argument("--domain", default="", metavar="NAME")
     parser.add_argument("--tokens", default="", metavar="ROLLOUT")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     args = parser.parse_args(argv)
     try:
-        for line in compare(find(args.run, args.runs), args.update, args.algorithm, args.tokens):
+        for line in compare(find(args.run, args.runs), args.update, args.algorithm, args.domain, args.tokens):
             print(line)
     except (Refusal, ConfigError, PackError, ValueError) as error:
         print(f"polyturn: error: {' '.join(str(error).split())}", file=sys.stderr)

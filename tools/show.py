@@ -76,7 +76,7 @@ def look_up(run: Path, wanted: str) -> tuple[Trajectory, list[Trajectory]]:
 
 def advantages(config: RunConfig, rollout: Trajectory, group: list[Trajectory], parts: list[Segment]) -> list[np.ndarray]:
     """[T] per segment; nan where it is not known."""
-    algorithm = config.algorithm
+    algorithm = config.algorithms[rollout.task.domain]
     from_group = algorithm.advantage in FROM_GROUP and algorithm.normalize == "none" and algorithm.kl.where != "reward"
     if not from_group or len(group) < 2:
         return [np.full(len(part.ids), np.nan) for part in parts]

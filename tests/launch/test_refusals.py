@@ -326,6 +326,17 @@ def test_words_about_memory_are_looked_up_where_the_user_is(stage):
     assert config.domains[0].memory_instructions == str(stage.folder / "words.txt")
 
 
+def test_a_reference_is_looked_up_where_the_user_is(stage):
+    """The run's and a domain's."""
+    (stage.folder / "reference").mkdir()
+    whole = ["--algorithm.kl.where=loss", "--algorithm.kl.reference=reference"]
+    for place in ("", "domains.0."):
+        overrides = [f"--{place}{override.removeprefix('--')}" for override in whole]
+        config = preflight.resolve_paths(load(stage.config, overrides), [stage.folder])
+        (algorithm,) = config.algorithms.values()
+        assert algorithm.kl.reference == str(stage.folder / "reference")
+
+
 def test_resume_of_a_finished_run(ended_run):
     assert ended_run.launch("resume", "demo").code == 0
     ended_run.play({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -70,12 +71,20 @@ def random_rollout(rng: np.random.Generator, name: str, turns: int = 2, vocab: i
     return rollout(chain(parts, -float(np.log(vocab))), name)
 
 
+def of_domain(groups: Sequence[Sequence[Trajectory]], domain: str) -> list[list[Trajectory]]:
+    """The same rollouts, of another domain's tasks."""
+    return [[replace(t, task=replace(t.task, domain=domain), rollout_id=f"{domain}-{t.rollout_id}") for t in g] for g in groups]
+
+
+def domains(**algorithms: dict[str, Any]) -> list[dict[str, Any]]:
+    """`[[domains]]` of these names, each with keys of its own algorithm."""
+    return [{"name": name, "limits": {"max_tokens": 32}, "algorithm": own} for name, own in algorithms.items()]
+
+
 def config(**tables) -> RunConfig:
     """A configuration with small micro-batches; tables as keyword arguments."""
     learner = {"row_length": 32, "rows_per_microbatch": 4} | tables.pop("learner", {})
-    return RunConfig.model_validate(
-        {"domains": [{"name": "toy", "limits": {"max_tokens": 32}}], "learner": learner, "engine": {}, **tables}
-    )
+    return RunConfig.model_validate({"domains": domains(frozenlake={}), "learner": learner, "engine": {}, **tables})
 
 
 def example(rollout: str, ids: Sequence[int], mask: Sequence[bool], temperature: float = 0.7, **arrays) -> Example:

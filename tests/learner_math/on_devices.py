@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,9 +20,10 @@ def main() -> None:
     run = config(algorithm={"advantage": "gae", "critic": "shared", "entropy": 0.01, "kl": {"where": "loss"}})
     network = build_network(run.model, run.algorithm, SPEC)
     params = network.initial(random_policy(SPEC, 1))
-    (batch,) = pack(examples(count=8), Shape(12, 8), Aggregation("seq_mean_token_mean")).microbatches
+    own = [replace(example, domain=index % 2) for index, example in enumerate(examples(count=8))]
+    (batch,) = pack(own, Shape(12, 8), Aggregation("seq_mean_token_mean")).microbatches
     assert (batch.mask.any(axis=1)).sum() >= 4, "every device has something to do"
-    compiled = jax.jit(contribution(objective.policy(network, run.algorithm)))
+    compiled = jax.jit(contribution(objective.policy(network, run.algorithm, {0: "a", 1: "b"})))
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), PartitionSpec("rows"))
     whole = NamedSharding(rows.mesh, PartitionSpec())
     assert len(jax.devices()) == 4
@@ -31,6 +34,7 @@ def main() -> None:
     assert max(float(abs(x).max()) for x in jax.tree.leaves(alone.gradient)) > 1e-2
     one, four = results([alone.measures]), results([spread.measures])
     assert one.keys() == four.keys()
+    assert {"entropy", "entropy/a", "entropy/b"} <= one.keys()
     for name in one:
         np.testing.assert_allclose(one[name], four[name], rtol=1e-5, atol=1e-6, err_msg=name)
     print("equal")

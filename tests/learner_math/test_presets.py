@@ -70,22 +70,28 @@ def policy_moved(before, after):
     return any(before[n].tobytes() != after[n].tobytes() for n in before if n.startswith("params/policy"))
 
 
+def scaled(trainer):
+    """The aggregation of its only part at its next step."""
+    (part,) = trainer._parts
+    return part.aggregation(1.0, trainer.step)
+
+
 def test_a_critic_warms_up_a_reference_stays_and_observations_fade(parts):
     trainer = parts.trainer
     trainer.restore_tree(parts.start)
     groups = with_behaviour(trainer, batch())
-    assert trainer._scaled().policy == 0.0
-    assert trainer._scaled().observations == pytest.approx(0.1)
+    assert scaled(trainer).policy == 0.0
+    assert scaled(trainer).observations == pytest.approx(0.1)
     first = trainer.policy_update(groups)
     assert first["policy_loss"] == 0
     assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
     trained = trainer.state_tree()
-    assert trainer._scaled().policy == 1.0
-    assert trainer._scaled().observations == pytest.approx(0.05)
+    assert scaled(trainer).policy == 1.0
+    assert scaled(trainer).observations == pytest.approx(0.05)
     second = trainer.policy_update(groups)
     assert second["policy_loss"] != 0
     assert second["reference_kl"] > 0  # observations alone have moved the policy before
-    assert trainer._scaled().observations == 0.0
+    assert scaled(trainer).observations == 0.0
     assert {n for n in trained if n.startswith("reference/")}
     for name, array in trainer.state_tree().items():
         if name.startswith("reference/"):

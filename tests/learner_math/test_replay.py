@@ -15,7 +15,7 @@ from learner.model import hf
 from learner.runfolder import RunFolder
 from learner.update import Trainer
 from tests.control import scripted
-from tests.learner_math.build import SPEC, batch, config, with_behaviour
+from tests.learner_math.build import SPEC, batch, config, domains, of_domain, with_behaviour
 from tools import replay
 
 
@@ -36,6 +36,26 @@ def run(tmp_path_factory):
     shutil.copytree(folder / "weights" / "5", folder / "model")
     (folder / "weights" / "5" / "DONE").touch()
     lines = [{"version": 1, "update": 2}, {"version": 5, "update": 2}]
+    (folder / "versions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder, groups
+
+
+@pytest.fixture(scope="module")
+def mixed(run, tmp_path_factory):
+    """The same update of a run whose second group is of another domain, trained by leave-one-out."""
+    folder = shutil.copytree(run[0], tmp_path_factory.mktemp("runs") / "mixed")
+    settings = config(
+        algorithm={"minibatches": 1},
+        learner={"max_lag": 1},
+        domains=domains(frozenlake={}, arithmetic={"advantage": "rloo", "aggregation": "seq_mean_token_sum"}),
+    )
+    groups = [run[1][0], *of_domain(run[1][1:], "arithmetic")]
+    opened = RunFolder(folder)
+    opened.begin(1)
+    opened.trajectories(4, [t for group in groups for t in group], [0] * 6)
+    opened.close()
+    (folder / "config.toml").write_text(dump_toml(settings))
+    lines = [{"version": 1, "update": 2}, {"version": 5, "update": 3}]
     (folder / "versions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder, groups
 
@@ -122,3 +142,31 @@ def test_a_replay_trains_on_the_tokens_that_the_run_trained_on(on_stale, trained
     assert found.keys() == handed_out.live.keys()
     for name, masks in handed_out.live.items():
         assert [mask.tolist() for mask in found[name]] == [mask.tolist() for mask in masks]
+
+
+def test_a_run_of_several_algorithms_is_replayed_by_domain(mixed, capsys):
+    """Each group by its own: GRPO's std, RLOO's 3/2 of R - mean. Losses are halves: 3 of 6 rollouts each, ratios exp(-.1)."""
+    folder, groups = mixed
+    own, dr_grpo = "frozenlake grpo, arithmetic rloo", "frozenlake grpo, arithmetic dr_grpo"
+    for arguments, heads in (
+        (["--algorithm", "dr_grpo", "--domain", "arithmetic"], (own, dr_grpo)),
+        (["--algorithm", "dr_grpo"], (own, "dr_grpo")),
+    ):
+        assert replay.main([str(folder), "4", *arguments]) == 0
+        out = capsys.readouterr().out.splitlines()
+        assert [line.split(", weights")[0] for line in out[:2]] == [f"own: {heads[0]}", f"other: {heads[1]}"]
+        table = {line.split()[0]: numbers(line) for line in out[3:9]}
+        for group, sums in zip(groups, (False, True), strict=True):
+            rewards = np.array([t.total_reward for t in group])
+            for trajectory, centred in zip(group, rewards - rewards.mean(), strict=True):
+                _, tokens, mine, other, _, loss, replaced, _ = table[trajectory.rollout_id]
+                grpo = centred / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0
+                assert mine == pytest.approx(1.5 * centred if sums else grpo, abs=1e-4)
+                assert other == pytest.approx(grpo if not sums and "--domain" in arguments else centred, abs=1e-4)
+                of_group = sum(len(step.action_ids) for t in group for step in t.steps)
+                weight = 1 / 3 if sums else 1 / of_group
+                assert loss == pytest.approx(-mine * np.exp(-0.1) * tokens * weight / 2, abs=5e-5)
+                if sums:
+                    assert replaced == pytest.approx(-centred * np.exp(-0.1) * tokens / 256 / 6, abs=5e-5)
+    assert replay.main([str(folder), "4", "--algorithm", "dr_grpo", "--domain", "chess"]) == 2
+    assert "--domain 'chess' is none of the run's: frozenlake, arithmetic" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_updates_of_any_size_compile_once(grpo):
     for groups, size in ((4, 3), (2, 2), (9, 4)):
         grpo.policy_update(batch(groups, groups, size))
         grpo.restore_tree(grpo.state_tree())
-    compiled = (grpo._policy._accumulate, grpo._policy._nothing, grpo._apply)
+    compiled = (*grpo._policy._accumulate, grpo._policy._nothing, grpo._apply)
     assert [function._cache_size() for function in compiled] == [1, 1, 1]
 
 

@@ -24,6 +24,7 @@ from common import keys
 from common.addresses import MAIN, STALE, Addresses, EngineAddress, RelayAddress
 from common.cli import dump_toml
 from common.config import ModelConfig, RunConfig, TlsConfig
+from common.config_algorithm import AlgorithmConfig
 from common.config_domain import DELEGATE
 from common.files import replace_file
 from common.vocabulary import token_ids
@@ -62,6 +63,11 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
         found = [base / text for base in bases if (base / text).exists()]
         return str((found or [bases[0] / text])[0].resolve())
 
+    def with_reference(algorithm: dict[str, Any]) -> dict[str, Any]:
+        kl = algorithm.get("kl", {})
+        given = kl.get("reference", "initial") != "initial"
+        return algorithm | {"kl": kl | {"reference": absolute(kl["reference"])}} if given else algorithm
+
     used = "path" if config.model.path else "tokenizer"
     model = config.model.model_copy(update={used: absolute(getattr(config.model, used))})
     engine = config.engine.model_copy(
@@ -74,14 +80,12 @@ def resolve_paths(config: RunConfig, bases: list[Path]) -> RunConfig:
                 "instructions": absolute(domain.instructions),
                 "memory_instructions": absolute(domain.memory_instructions),
                 "options": {key: absolute(str(value)) if key == TASKS_FILE else value for key, value in domain.options.items()},
+                "algorithm": with_reference(domain.algorithm),
             }
         )
         for domain in config.domains
     ]
-    kl = config.algorithm.kl
-    if kl.reference != "initial":
-        kl = kl.model_copy(update={"reference": absolute(kl.reference)})
-    algorithm = config.algorithm.model_copy(update={"kl": kl})
+    algorithm = AlgorithmConfig.model_validate(with_reference(config.algorithm.model_dump()))
     changed = {"model": model, "engine": engine, "tls": tls, "domains": domains, "algorithm": algorithm}
     return config.model_copy(update=changed)
 
