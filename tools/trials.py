@@ -1,8 +1,9 @@
 """Trials: the same small policy learns from the same start under different settings, in one process (tools/inprocess.py).
 
-A trial is an arm and a seed. All arms of a seed begin with one policy, which a supervised warm start has brought to WARM_SUCCESS,
-and draw from the same tasks; they end when the same number of rollouts has come to an outcome (trained or filtered). Success is
-that of held-out tasks, sampled as in training, which is what training raises; greedy success is looked at in the end.
+A trial is an arm and a seed. All arms of a seed begin with one policy, which a supervised warm start has brought to a success of
+warm.target_success, and draw from the same tasks; they end when the same number of rollouts has come to an outcome (trained or
+filtered). Success is that of held-out tasks, sampled as in training, which is what training raises; greedy success is looked at
+in the end.
 
 Finished trials and warm starts are kept in a folder, by what they depend on, and not repeated.
 """
@@ -36,13 +37,11 @@ GROUPS, SIZE = 8, 8  # of an update
 UPDATES = 24
 BUDGET = UPDATES * GROUPS * SIZE  # rollouts of a trial
 POINTS = 4  # of a curve, after the first
-WARM_SUCCESS = 0.3  # held-out, sampled
-WARM_LOSS = 0.2  # success is not looked at before
-WARM_LOOK = 4  # supervised updates from look to look
+WARM_LOOK = 4  # supervised updates from look to look at success
 
 BASE: Tables = {
     "model": {
-        **{"hidden_size": 64, "intermediate_size": 192, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32},
+        **{"hidden_size": 64, "intermediate_size": 192, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
         "tie_embeddings": False,
     },
     "domains": [
@@ -55,7 +54,7 @@ BASE: Tables = {
     "engine": {"slots": 64, "prefill_slots": 16, "prefill_chunk": 32, "max_length": 256, "widths": [64, 128, 192, 256]},
     "algorithm": {"groups_per_update": GROUPS, "group_size": SIZE, "minibatches": 2},
     "optimizer": {"lr": 3e-3, "warmup": 4},
-    "warm": {"updates": 400, "rollouts_per_update": 32, "lr": 3e-3},
+    "warm": {"updates": 400, "rollouts_per_update": 32, "lr": 3e-3, "target_loss": 0.2, "target_success": 0.3},
     "learner": {"updates": UPDATES, "max_lag": 0, "row_length": 192, "rows_per_microbatch": 10},
     "eval": {"tasks": 128, "modes": ["greedy", "sampled"]},
 }
@@ -101,8 +100,8 @@ def one_core(cache: Path) -> None:
 class Trials:
     """Trials on one site. `folder` keeps them."""
 
-    def __init__(self, site: Site, folder: Path, base: Tables = BASE, target: float = WARM_SUCCESS) -> None:
-        self._site, self._folder, self._base, self._target = site, folder, base, target
+    def __init__(self, site: Site, folder: Path, base: Tables = BASE) -> None:
+        self._site, self._folder, self._base = site, folder, base
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, arm: Arm, seed: int, budget: int = BUDGET) -> Result:
@@ -123,13 +122,13 @@ class Trials:
     def warm_start(self, seed: int) -> Result:
         """The policy that all arms of a seed begin with: `weights`, a folder, and its `success`."""
         config = config_of({"algorithm": {"preset": "grpo"}}, seed, self._base)
-        key = {"config": config.model_dump(include={"seed", "model", "domains", "warm", "eval"}), "target": self._target}
+        key = {"config": config.model_dump(include={"seed", "model", "domains", "warm", "eval"})}
         path = self._folder / f"start-{seed}.json"
         found = _kept(path, key)
         if not found:
             weights = f"start-{seed}"
             trainer = Trainer(config, self._site.spec)
-            success, updates = warm(self._site, config, trainer, self._target)
+            success, updates = warm(self._site, config, trainer)
             with LocalRun(self._site, config, trainer) as run:
                 hf.write(run.tensors, self._site.spec, self._folder / weights, None)
             found = {"key": key, "weights": weights, "success": success, "updates": updates}
@@ -143,21 +142,24 @@ def _kept(path: Path, key: Any) -> Result:
     return found if found.get("key") == json.loads(json.dumps(key)) else {}
 
 
-def warm(site: Site, config: RunConfig, trainer: Trainer, target: float) -> tuple[float, int]:
-    """Supervised updates until held-out success, sampled, is `target`: what it came to, and how many there were.
+def warm(site: Site, config: RunConfig, trainer: Trainer) -> tuple[float, int]:
+    """Supervised updates until one has a loss below warm.target_loss, and then held-out success, sampled, is warm.target_success:
+    what it came to, and how many there were.
 
     Raises RuntimeError when warm.updates are not enough."""
+    wanted, low = config.warm, 0  # updates since the loss was low enough
     with LocalRun(site, config, trainer) as run:
         run.control.start_warm()
-        low = 0  # updates since the loss was low enough
-        for update in range(1, config.warm.updates + 1):
+        for update in range(1, wanted.updates + 1):
             loss = run.supervise()
-            low += low > 0 or loss < WARM_LOSS
+            low += low > 0 or loss < wanted.target_loss
             if low % WARM_LOOK == 1:
                 run.publish()
-                if (success := run.evaluate("sampled")) >= target:
+                if (success := run.evaluate("sampled")) >= wanted.target_success:
                     return success, update
-    raise RuntimeError(f"seed {config.seed}: no success of {target} after {config.warm.updates} supervised updates: raise them")
+    raise RuntimeError(
+        f"seed {config.seed}: success is not {wanted.target_success} after warm.updates = {wanted.updates}: raise them"
+    )
 
 
 def learn(site: Site, config: RunConfig, trainer: Trainer, budget: int, first: float) -> Result:

@@ -42,7 +42,7 @@ TINY = merged(
         "algorithm": {"groups_per_update": 2, "group_size": 2},
         "learner": {"updates": 2, "rows_per_microbatch": 2},
         "eval": {"tasks": 4},
-        "warm": {"updates": 1, "rollouts_per_update": 2},
+        "warm": {"updates": 1, "rollouts_per_update": 2, "target_loss": 100.0, "target_success": 0.0},
     },
 )
 GRPO = {"algorithm": {"preset": "grpo"}}
@@ -164,7 +164,7 @@ def test_every_token_is_exactly_as_old_as_the_lag(site, weights, lag):
 
 
 def test_a_trial_of_two_updates_is_made_once(site, tmp_path):
-    trials = Trials(site, tmp_path, TINY, target=0.0)
+    trials = Trials(site, tmp_path, TINY)
     arm = Arm("grpo-lag1", {**GRPO, "learner": {"max_lag": 1}})
     made = trials.run(arm, 1, budget=8)
     assert [(point["rollouts"], point["update"]) for point in made["curve"]] == [(0, 0), (4, 1), (8, 2)]
@@ -172,7 +172,7 @@ def test_a_trial_of_two_updates_is_made_once(site, tmp_path):
     assert made["curve"][-1]["played"] == 8
     assert 8 <= made["curve"][-1]["turns"] <= 48
     assert made["curve"][0]["success"] == trials.warm_start(1)["success"]
-    assert Trials(site, tmp_path, TINY, target=0.0).run(arm, 1, budget=8) == made
+    assert Trials(site, tmp_path, TINY).run(arm, 1, budget=8) == made
     (tmp_path / "grpo-lag1-1.json").unlink()
     again = trials.run(arm, 1, budget=8)
     assert {**again, "cpu_seconds": 0} == {**made, "cpu_seconds": 0}
