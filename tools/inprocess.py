@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ ENGINE = "engine-0"
 NOWHERE = "127.0.0.1:1"  # of a channel that is never used
 CANARY = np.zeros(2, np.int32)  # nobody asks this engine for one: every update compares it with the learner on its own tokens
 INCARNATION = 1
+EVERYTHING = 1 << 20  # rollouts of one lease
+REFILLS = 100  # leases for one update, then a selection that makes room again and again has failed
 
 
 class LocalEngines(Engines):
@@ -249,12 +252,15 @@ class LocalRun:
         self.control.set_engines([row(self.version)])
 
     def fill(self) -> list[Trajectory]:
-        """Play all that there is room for, with the newest weights, and deliver it.
+        """Play all that there is room for, with the newest weights, and deliver it; again, where a selection has made room.
 
-        Raises RuntimeError for a rollout that failed or is not accepted: here nothing is away for a while, so another try would
-        end as this one."""
+        Raises RuntimeError for a rollout that failed or is not accepted (here nothing is away for a while, so another try would
+        end as this one), and when selection leaves nothing of what is played."""
         played: list[Trajectory] = []
-        while assigned := self.control.lease("actor-0", 4096).assignments:
+        for _ in range(REFILLS):
+            assigned = self.control.lease("actor-0", EVERYTHING).assignments
+            if not assigned:
+                return played
             for trajectory in self.site.play(assigned):
                 if trajectory.status is Status.FAILED:
                     raise RuntimeError(f"rollout {trajectory.rollout_id} of task {trajectory.task.id}: {trajectory.flags}")
@@ -263,7 +269,9 @@ class LocalRun:
                 if answer.status != "STORED":
                     raise RuntimeError(f"rollout {key} is {answer.status}: {answer.reason}")
                 played.append(trajectory)
-        return played
+        raise RuntimeError(
+            f"update {self.update}: after {len(played)} rollouts there is still room: selection leaves too few groups"
+        )
 
     def take(self) -> Batch:
         """Of what was played. Raises RuntimeError when that is not enough for an update."""
@@ -285,7 +293,7 @@ class LocalRun:
         learner do not compute the same policy."""
         batch = self.take()
         metrics = self.trainer.policy_update(batch.groups, batch.live, self.version)
-        if (gap := metrics.get("gap_mean", 0.0)) > BOUNDS[self.config.model.dtype]:
+        if (gap := metrics.get("gap_mean", math.inf)) > BOUNDS[self.config.model.dtype]:
             raise RuntimeError(f"update {self.update}: engine and learner differ by {gap:.2g} in a token's logprob")
         self.control.commit(batch)
         self.update += 1
