@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -79,9 +80,13 @@ def through_answers(rollout: Rollout, gamma: float, lam: float) -> tuple[np.ndar
         rewards[own[-1]] = rollout.trajectory.steps[index].reward
     sampled = np.flatnonzero(segment.mask)
     mask[sampled[0] : sampled[-1] + 1], filled[: len(values)] = True, values
-    after = rollout.after if rollout.trajectory.status == Status.TRUNCATED else 0.0
-    found = temporal.gae(*map(jnp.asarray, (rewards, filled, mask)), jnp.float32(after), gamma, lam)
-    return tuple(np.where(segment.mask, np.asarray(x)[: len(segment.ids)], 0) for x in found)
+    after = jnp.float32(rollout.after if rollout.trajectory.status == Status.TRUNCATED else 0.0)
+    gains, returns = temporal.gae(jnp.asarray(rewards), jnp.asarray(filled), jnp.asarray(mask), after, gamma, lam)
+
+    def sampled_only(x: jax.Array) -> np.ndarray:
+        return np.where(segment.mask, np.asarray(x)[: len(segment.ids)], 0)
+
+    return sampled_only(gains), sampled_only(returns)
 
 
 PPO: Tables = {"algorithm": {"preset": "ppo"}}

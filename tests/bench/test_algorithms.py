@@ -8,10 +8,10 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from aiohttp import web
+from flax import nnx
 
 from actors.conversation import conversation
 from actors.rollout import run_rollout
@@ -60,8 +60,20 @@ def site():
 
 @pytest.fixture(scope="module")
 def weights(site):
-    """With logits far from uniform: rollouts that depend on their prompts."""
-    return jax.tree.map(lambda x: 4 * x, hf.random_state(site.spec, 3))
+    """Of a policy that ends a turn after a few tokens, so that rollouts have several: hidden states share a
+    direction, along which lies the end token's row of the head. Other logits are far from uniform, too."""
+    end = conversation(site.files, tiny().chat).end_id
+
+    def changed(place, value):
+        value = 4 * value
+        if place == ("embedding",):
+            value += 0.5
+        if place == ("head", "kernel"):
+            value[:, end] = 0.12
+        return value
+
+    flat = nnx.to_flat_state(hf.random_state(site.spec, 3))
+    return nnx.from_flat_state([(place, nnx.Param(changed(place, variable[...]))) for place, variable in flat])
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +109,7 @@ def logprobs(trajectory):
 @asynccontextmanager
 async def engine_server(site, tensors, version):
     """The same engine behind HTTP, on loopback."""
-    places = [place for place, _ in hf.nnx.to_flat_state(hf.abstract_state(site.spec))]
+    places = [place for place, _ in nnx.to_flat_state(hf.abstract_state(site.spec))]
     params = hf.on_device({place: tensors[hf.hf_name(place)] for place in places}, "float32")
     served = Served(site.spec, (), engine_shape(tiny().engine), "float32", "", "auto", str(version))
     server = Server(hf.build_stored(site.spec, params, "float32"), served)
@@ -138,6 +150,7 @@ def test_rollouts_are_those_of_actors_over_the_wire(site, fresh):
         assert (own.rollout_id, own.status, own.flags) == (other.rollout_id, other.status, other.flags)
         np.testing.assert_allclose(logprobs(own), logprobs(other), atol=1e-5)
     assert len({json.dumps(tokens(own)[0][1]) for own in here}) > 1  # they are different rollouts
+    assert max(len(own.steps) for own in here) > 2
 
 
 def test_a_run_repeats_itself_bit_for_bit(site, fresh):
@@ -222,7 +235,7 @@ def test_every_arm_has_a_configuration():
         config = config_of(arm.tables, 1)
         drawn = config.algorithm.groups_per_update / (0.25 if name == "starpo_s" else 1)
         assert (config.learner.max_lag, drawn * config.algorithm.group_size) == (lag, 64)
-    assert arms[WRONG.name, 0].tables == arms["ppo", 0].tables
+    assert config_of(arms[WRONG.name, 0].tables, 1) == config_of(arms["ppo", 0].tables, 1)
     assert {key for key, arm in arms.items() if arm.trainer is not Trainer} == {(WRONG.name, 0)}
     for each in (*bench_curriculum.BUDGETS, *bench_curriculum.TASKS):
         config_of(each.tables, 1)
@@ -260,16 +273,21 @@ def test_without_decay_it_is_the_right_credit():
 
 def test_an_update_with_it_has_other_advantages_whitened_over_the_policys_tokens(site, weights):
     config = tiny({"algorithm": {"preset": "ppo"}})
-    with LocalRun(site, config, ThroughAnswers(config, site.spec, weights)) as run:
+    trainer = ThroughAnswers(config, site.spec, weights)
+    tree = trainer.state_tree()
+    kernel = tree["params/value_head/kernel"]  # 0 at first, as are all rewards here
+    trainer.restore_tree(tree | {"params/value_head/kernel": np.linspace(-1, 1, len(kernel), dtype=np.float32)})
+    with LocalRun(site, config, trainer) as run:
         run.control.start_rl()
         run.fill()
         batch = run.take()
         right, wrong = (
-            [e for group in prepare(run.trainer, batch.groups, batch.live, Report())[2] for e in group]
+            [e for group in prepare(trainer, batch.groups, batch.live, Report())[2] for e in group]
             for prepare in (Trainer.prepare, ThroughAnswers.prepare)
         )
     for own, other in zip(right, wrong, strict=True):
         assert np.array_equal(own.mask, other.mask)
+        assert not np.allclose(own.advantages, other.advantages)
         assert not other.advantages[~other.mask].any()
     both = np.concatenate([e.advantages[e.mask] for e in wrong])
     assert both.mean() == pytest.approx(0, abs=1e-5)
