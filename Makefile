@@ -6,6 +6,7 @@ UV_VERSION := 0.13.9
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CACHE := $(or $(POLYTURN_CACHE),$(HOME)/.cache/polyturn)
+TRAININGS := $(patsubst %, tools/bench_%.py, learning contexts sampling algorithms curriculum)
 SGLANG := $(CACHE)/sglang-$(shell cat tools/sglang_cpu/*.txt | cksum | cut -d' ' -f1)
 
 .PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo selftest bench bench-math long clean
@@ -71,7 +72,7 @@ smoke-ppo: $(STAMP)
 	$(PY) tools/launch.py local configs/smoke_ppo.toml --overwrite
 
 bench: $(STAMP)  # all but the trainings, which are in `long`, and bench-math, which installs its peers
-	@for bench in $(filter-out tools/bench_math.py tools/bench_learning.py tools/bench_contexts.py tools/bench_sampling.py, $(wildcard tools/bench_*.py)); do echo "== $$bench"; $(PY) $$bench || exit 1; done
+	@for bench in $(filter-out tools/bench_math.py $(TRAININGS), $(wildcard tools/bench_*.py)); do echo "== $$bench"; $(PY) $$bench || exit 1; done
 
 bench-math: $(STAMP)  # beside rlax, tunix and verl, in environments built once into $$POLYTURN_CACHE (~/.cache/polyturn)
 	$(PY) tools/bench_math.py
@@ -81,6 +82,8 @@ long: $(STAMP)
 	$(PY) tools/bench_learning.py
 	$(PY) tools/bench_contexts.py
 	$(PY) tools/bench_sampling.py
+	$(PY) tools/bench_algorithms.py
+	$(PY) tools/bench_curriculum.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

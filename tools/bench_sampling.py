@@ -43,7 +43,7 @@ from learner.advantages import grpo  # noqa: E402
 from learner.dispatch import Dispatch  # noqa: E402
 from learner.ledger import Ledger  # noqa: E402
 from learner.rollouts import Group, Kind, Origin, Rules, State  # noqa: E402
-from tools.benchmarks import head, write  # noqa: E402
+from tools.benchmarks import head, interval, write  # noqa: E402
 
 TASKS, SKILLS, KNOWN, ACTIONS = 250, 60, 12, 4
 ONE_HOT = np.eye(ACTIONS)
@@ -51,7 +51,6 @@ COMPARE = jax.jit(partial(grpo, ddof=1))
 LOGIT = 6.0  # of the right action of a skill that is known from the start: right in 99 of 100 turns
 UPDATES = 3000  # after so many the target counts as not reached
 RATES = {"reinforce": 10.0, "adamw": 0.01}  # learning rates
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # by degrees of freedom
 
 ARMS: dict[str, dict[str, Any]] = {
     "uniform": {},
@@ -185,15 +184,6 @@ def rollouts_until(arm: str, seed: int, rule: str, target: float) -> tuple[int, 
         if success >= target:
             break
     return total, success
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Of 95 %, of the mean (Student's t)."""
-    if len(values) < 2:
-        return values[0], values[0]
-    half = T95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
-    mean = statistics.mean(values)
-    return mean - half, mean + half
 
 
 def compare(rule: str, arms: list[str], seeds: list[int], target: float) -> dict[str, float]:
