@@ -184,10 +184,10 @@ class Evaluation:
 
     def finish(self) -> tuple[list[dict[str, Any]], int]:
         """Results, and how many rollouts failed. They are recorded if nothing is open any more: what is late is not a random
-        part of the tasks, short episodes come first.
+        part of the tasks, short episodes come first. A domain without a scored rollout although none is open has no result: its
+        success is unknown, and trying for longer would not tell.
 
-        Raises EveryRolloutFails when a domain has no scored rollout although none is open: its success is unknown, and
-        trying for longer would not tell.
+        Raises EveryRolloutFails when no domain has any.
         """
         late = bool(self.open)
         for rollout_id in self.open:
@@ -195,12 +195,14 @@ class Evaluation:
         results = [entry for job in self.jobs for entry in job.results()]
         failed = sum(sum(job.failed.values()) for job in self.jobs)
         self.jobs = []
-        for entry in () if late else results:
-            if not entry["n"]:
-                raise EveryRolloutFails(
-                    f"every {entry['mode']} held-out rollout of domain {entry['domain']!r} failed for good, so version "
-                    f"{entry['version']} has no result; see events.jsonl (rollout_failed)"
-                )
+        unknown = [entry for entry in results if not entry["n"]]
+        if unknown and not late and len(unknown) == len(results):
+            entry = unknown[0]
+            raise EveryRolloutFails(
+                f"every {entry['mode']} held-out rollout of domain {entry['domain']!r} failed for good, so version "
+                f"{entry['version']} has no result; see events.jsonl (rollout_failed)"
+            )
+        results = [entry for entry in results if entry["n"]]
         self.results += [] if late else results
         return results, failed
 
