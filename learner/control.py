@@ -175,10 +175,11 @@ class Control:
 
     # ---- reports -----------------------------------------------------------------------------------------
 
-    def counts(self, *kinds: Kind) -> dict[str, int]:
-        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`)."""
+    def counts(self, *kinds: Kind, domain: str = "") -> dict[str, int]:
+        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`), of all domains or
+        of one."""
         with self._changed:
-            return self.ledger.counts(*(kinds or TRAINING))
+            return self.ledger.counts(*(kinds or TRAINING), domain=domain)
 
     def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
         """Outcome -> reason -> rollouts."""

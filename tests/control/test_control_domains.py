@@ -63,6 +63,12 @@ def test_a_batch_waits_for_a_domain_and_says_so_and_then_goes_on_without_it(tmp_
     (late,) = events.of("domain_late")
     assert (late["domain"], late["groups"], late["update"]) == ("down", 2, 0)
     assert late["alarm"].startswith("the batch has waited 30 s for down")
+    found = control.status()["domains"]
+    assert {name: (row["open"], row["share"], row["state"]) for name, row in found.items()} == {
+        "down": (4, 1, "late"),
+        "up": (0, 8, ""),
+    }
+    assert (found["up"]["rollouts"]["trained"], found["down"]["rollouts"]["open"]) == (8, 8)
     for _ in range(3):  # nobody waits for it any more
         play(control, "up")
         assert update(control) == {"up": 4}

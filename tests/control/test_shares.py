@@ -195,6 +195,19 @@ def test_a_domain_that_comes_back_has_its_seats_again():
     assert w.open() == {"a": 4, "b": 4}
 
 
+def test_an_unlocked_domain_opens_groups_as_places_fall_free_and_is_not_waited_for_before():
+    w = world(groups_per_update=4)
+    w.ledger.shares[Kind.RL].locked = {"b"}
+    w.play()
+    assert w.open() == {"a": 8}
+    w.ledger.shares[Kind.RL].locked = ()
+    assert w.fill() == []
+    assert w.update() == {"a": 4}
+    w.play()
+    assert w.open() == {"a": 4, "b": 4}
+    assert w.update() == {"a": 2, "b": 2}
+
+
 def test_a_late_domain_tries_one_group_and_takes_no_more_slots():
     w = world(groups_per_update=4, max_attempts=2)
     w.dead = {"b"}
