@@ -165,12 +165,8 @@ class Control:
                 self.ledger.cancel(Kind.EVAL)
             self.waiting = None
             results, failed = self.evaluation.finish()
-            told = {"results": results, "failed": failed, "kept": kept}
-            if missing := sorted(set(self._domains) - {entry["domain"] for entry in results}):
-                told |= {
-                    "alarm": f"no held-out rollout of {', '.join(missing)} was scored: version {version} has no result there"
-                }
-            self._events("evaluation", told)
+            unknown = self.evaluation.unknown(results, version)
+            self._events("evaluation", {"results": results, "failed": failed, "kept": kept} | unknown)
             return [] if late else results
 
     # ---- reports -----------------------------------------------------------------------------------------
@@ -340,11 +336,7 @@ class Control:
         if now < self._next_tick:
             return
         self._next_tick = now + TICK_S
-        expired = self.ledger.expire(now)
-        for actor in sorted({r.actor for r in expired}):
-            mine = [r.id for r in expired if r.actor == actor]
-            self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
-        for rollout in expired:
+        for rollout in self.dispatch.expire(now):
             self._given_up(rollout)
         self.actors = progress.remembered(self.actors, now)
         if late := self._lateness.news(self, now):

@@ -89,6 +89,14 @@ class Dispatch:
                 self._share_locked()
                 self._events("domain_unlocked", {"domain": other, "update": self._ledger.update})
 
+    def expire(self, now: float) -> list[Rollout]:
+        """End the leases of silent actors."""
+        expired = self._ledger.expire(now)
+        for actor in sorted({r.actor for r in expired}):
+            mine = [r.id for r in expired if r.actor == actor]
+            self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
+        return expired
+
     def purge(self) -> None:
         """Give over-age rollouts their outcome."""
         stale = self._ledger.purge()

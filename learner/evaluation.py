@@ -206,5 +206,11 @@ class Evaluation:
         self.results += [] if late else results
         return results, failed
 
+    def unknown(self, results: Sequence[Mapping[str, Any]], version: int) -> dict[str, str]:
+        """The alarm for domains that have no entry in `results`."""
+        missing = sorted(set(self._tasks) - {entry["domain"] for entry in results})
+        why = f"no held-out rollout of {', '.join(missing)} was scored: version {version} has no result there"
+        return {"alarm": why} if missing else {}
+
     def _job(self, rollout_id: str) -> Job:
         return next(job for job in self.jobs if rollout_id in job.rollouts)

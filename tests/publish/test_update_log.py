@@ -16,7 +16,6 @@ from learner.rollouts import Kind
 from tests import records
 from tests.control.scripted import config
 
-
 NUMBERS = count()
 
 
