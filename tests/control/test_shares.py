@@ -276,15 +276,20 @@ def test_nobody_is_given_up_when_all_are_missing():
 
 
 def test_a_group_of_a_domain_without_a_seat_keeps_nobody_from_a_place():
-    """One group a batch, two equal domains in turn. The batch of b is skipped while b has nothing open, so at the end of the
-    run, where capacity is one group, what b holds is in the way of a until it is given up."""
-    w = world(groups_per_update=1, max_lag=1, updates=2)
+    """One group a batch, two equal domains in turn; three updates. A group of b fails and has used b's seat; another one hangs.
+    The last batch is a's, capacity is one group, and b holds it, without being missed."""
+    w = world(groups_per_update=1, max_lag=1, updates=3, max_attempts=1)
     w.dead = {"b"}
     w.play()
-    assert w.open() == {"a": 1, "b": 1}
+    assert (w.open(), w.update()) == ({"a": 1, "b": 1}, {"a": 1})
+    for rollout in [r for r in w.ledger.rollouts(Kind.RL) if r.state is State.LEASED]:
+        w.ledger.failed(rollout.id, "env_lost")
+    for name in ("b", "a"):
+        w.ledger.open(Kind.RL, Task(name, "t", 0, {}))
+    for rollout in w.ledger.lease("actor", 4, Kind.RL, 0.0):
+        w.answer(rollout)
     assert w.update() == {"a": 1}
-    w.play()
-    assert (w.open(), w.update()) == ({"b": 1}, {})
+    assert (w.fill(), w.open(), w.update(), w.ledger.missing(Kind.RL)) == ([], {"b": 1}, {}, {})
     assert w.ledger.give_up(Kind.RL) == ["b"]
     w.play()
     assert w.update() == {"a": 1}
