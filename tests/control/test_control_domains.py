@@ -105,6 +105,23 @@ def test_the_time_for_a_domain_begins_with_the_wait_and_again_with_each_that_is_
     assert [event["domain"] for event in events.of("domain_late")] == ["down", "slow"]
 
 
+def test_the_next_domain_has_its_own_time_also_when_the_wait_was_interrupted(tmp_path):
+    """A batch of one group of each of three domains; down hangs, and so does what the others open in its place."""
+    tables = {"domains": [*TWO, TWO[0] | {"name": "slow"}], "algorithm": TABLES["algorithm"] | {"groups_per_update": 3}}
+    control, _, events = started(tmp_path, **TABLES | tables | {"learner": TABLES["learner"] | {"max_lag": 0}})
+    play(control, "up", "slow")
+    late = lambda: [event["domain"] for event in events.of("domain_late")]  # noqa: E731
+    assert control.dispatch.take(Kind.RL, 30.0) == []
+    assert late() == ["down"]
+    assert {a.task.domain for a in lease(control)} == {"up"}
+    assert control.dispatch.take(Kind.RL, 59.9) == []
+    assert control.dispatch.take(Kind.RL, 5.0) == []  # an evaluation came between: a new wait
+    assert control.dispatch.take(Kind.RL, 34.9) == []
+    assert late() == ["down"]
+    assert control.dispatch.take(Kind.RL, 35.0) == []
+    assert late() == ["down", "up"]
+
+
 def test_an_evaluation_and_the_end_of_a_run_do_not_wait_for_a_domain_that_refuses_everything(tmp_path):
     control, clock, events = started(tmp_path, **TABLES | {"learner": {**TABLES["learner"], "updates": 2, "max_attempts": 1}})
     result = in_background(control.evaluate, "rl", 1)

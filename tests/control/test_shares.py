@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.types import Task
@@ -39,6 +39,7 @@ def test_apportion(total, claims, seats):
     assert apportion(total, claims) == seats
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 40), st.integers(1, 30), st.integers(1, 5))
 def test_seats_sum_to_the_batch_and_over_time_to_the_weights(weights, before, need, batches):
     """After any number of batches every domain has what its weight is worth, but for less than one group (two domains), and less
