@@ -33,7 +33,8 @@ from common.validate import RecordError, Vocabulary, check, check_lengths
 log = logging.getLogger("actors.tape")
 
 COUNT_OF = {StepKind.ACT: "turns", StepKind.SUMMARY: "summaries", StepKind.SUBAGENT: "subagent_turns"}
-COUNTS = (*COUNT_OF.values(), "calls_ok", "calls_failed", "format_errors", "engine_retries", "stale_fallbacks")
+CALLS = ("call_turns", "calls", "calls_unparsed", "calls_ok", "calls_failed")
+COUNTS = (*COUNT_OF.values(), *CALLS, "format_errors", "engine_retries", "stale_fallbacks")
 
 
 @dataclass(eq=False)
@@ -100,6 +101,10 @@ class Tape:
         )
         self.steps.append(step)
         self.counts[COUNT_OF[kind]] += 1
+        calls = turn.action.tool_calls if kind != StepKind.SUMMARY else ()  # a call in a summary is text
+        self.counts["call_turns"] += bool(calls)
+        self.counts["calls"] += len(calls)
+        self.counts["calls_unparsed"] += sum(bool(call.error) for call in calls)
         self.counts["format_errors"] += turn.problems
         return len(self.steps) - 1
 

@@ -163,6 +163,12 @@ class LearnerConfig(Table):
     max_lag: Natural = Field(default=2, description="updates between the policy that sampled a token and the one it trains")
     on_stale: Literal["mask", "drop", "restart"] = "mask"
     take: Literal["fixed", "drain"] = "fixed"
+    domain_wait_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="several domains: so long a batch waits for the groups that one has by its weight; then others take their"
+        " place, until the domain has a complete group again; 0: never wait",
+    )
     max_attempts: Positive = Field(default=3, description="of one rollout, before it is failed")
     lease_s: Lease = Field(default=20.0, description="an assignment whose actor is silent for so long is issued again")
     port: Port = Field(default=0, description="0 picks a free one")
@@ -309,6 +315,8 @@ class RunConfig(Table):
             raise ValueError(f"engine.port {self.engine.port}: the last of {self.engine.count} engines would get port {last}")
         if self.engine.port and self.engine.port <= self.learner.port <= last:
             raise ValueError(f"learner.port {self.learner.port} is an engine's too; engines get {self.engine.port} to {last}")
+        if len(names) == 1:
+            unused(self.learner, "learner", "several [[domains]]", "domain_wait_s")
         self.cross_policy.check(self.engine.count, self.learner.max_lag)
         self.tasks.check(self.algorithm.group_size, self.algorithm.groups_per_update, self.learner.take)
         self.curriculum.check(max(domain.limits.max_turns for domain in self.domains))

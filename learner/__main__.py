@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--eval", action="store_true", help="only evaluate the newest checkpoint on held-out tasks")
     parser.add_argument("--tasks", type=int, default=0, help="held-out tasks of --eval; 0: as configured")
     parser.add_argument("--mode", choices=("greedy", "sampled"), default="", help="of --eval; as configured when missing")
+    parser.add_argument("--samples", type=int, default=0, help="rollouts per task of --eval in mode sampled; 0: as configured")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)
@@ -48,7 +49,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse(error)
     try:
-        options = learner.Options(args.run.resolve(), args.resume, args.eval, STARTED, args.tasks, args.mode)
+        options = learner.Options(args.run.resolve(), args.resume, args.eval, STARTED, args.tasks, args.mode, args.samples)
         return learner.main(options, config, asked.is_set)
     except (AddressesError, ConfigError, EveryRolloutFails, ModelError, PackError, PublishError) as error:
         return refuse(error)

@@ -12,7 +12,6 @@ from common.convert import ConvertError, trajectory_parse
 from common.record import sequence_lengths
 from common.types import Assignment, EngineInfo, Limits, Sampling, Source, Status, StepKind, Trajectory
 from common.validate import RecordError, Vocabulary, check, sampled_tokens
-from learner.inbox import Inbox, SpoolError
 from learner.ledger import Ledger
 from learner.proofs import Proofs, Verdict
 from learner.rollouts import Group, Kind, Origin, Rollout
@@ -166,17 +165,6 @@ def obstacle(trajectory: Trajectory, held: int, proofs: Proofs, since: float) ->
         return reason, ""
     verdict, why = proofs.judge(pairs_of(trajectory), since)
     return {Verdict.PROVEN: "", Verdict.PENDING: NOT_YET, Verdict.FAILED: "unproven_weights"}[verdict], why
-
-
-def reread(delivered: Iterable[Rollout], inbox: Inbox) -> tuple[dict[str, Trajectory], dict[str, str]]:
-    """Trajectories from the spool by rollout id; and of those that cannot be read, why."""
-    found, lost = {}, {}
-    for rollout in delivered:
-        try:
-            found[rollout.id] = trajectory_parse(inbox.read(rollout.place))
-        except (SpoolError, ConvertError) as error:
-            lost[rollout.id] = str(error)
-    return found, lost
 
 
 def serves(engines: Collection[EngineInfo], version: int) -> bool:

@@ -21,9 +21,9 @@ from common.waits import LEARNER, Edge, Wait, Waits
 from learner import assignments, progress, stalls
 from learner.assignments import EXPECTED, NOT_YET, Answer, FailureStreak, Leased
 from learner.batch import Batch, build
+from learner.delivered import Delivered
 from learner.dispatch import Dispatch
 from learner.evaluation import SPLIT, Evaluation, fixed_tasks, succeeded
-from learner.inbox import Inbox
 from learner.ledger import Ledger
 from learner.lengths import Lengths
 from learner.progress import Actor, Rate
@@ -61,9 +61,8 @@ class Control:
         self.evaluation = Evaluation(fixed_tasks(heldout, config.eval.tasks), Scores(folder), config.eval.samples)
         self.ledger = Ledger(Rules.of(config), incarnation)
         self.dispatch = Dispatch(config, train, self.ledger, events)
-        self._inbox = Inbox(folder / "inbox", incarnation, config.checkpoint.keep)
+        self.delivered = Delivered(folder / "inbox", incarnation, config.checkpoint.keep, self.ledger)
         self._changed = threading.Condition(threading.RLock())
-        self._stored: dict[str, Trajectory] = {}  # delivered and not yet finished, by rollout id
         self.engines: list[EngineInfo] = []
         self.actors: dict[str, Actor] = {}
         self.phase = "start"  # then "warm", "rl", "done"
@@ -118,10 +117,10 @@ class Control:
                 self._tick()
                 self.dispatch.purge()
                 self._streak.check()
-                groups = self.dispatch.take(self.kind)
+                groups = self.dispatch.take(self.kind, self._waited("take"))
                 if groups:
                     self.waiting = None
-                    self.running = self.last = build(groups, self._stored, self.ledger)
+                    self.running = self.last = build(groups, self.delivered.trajectories, self.ledger)
                     self._changed.notify_all()  # what was purged has left room
                     return self.running
                 if not self._pause("take", deadline, self.config.learner.stall_s):
@@ -166,15 +165,17 @@ class Control:
                 self.ledger.cancel(Kind.EVAL)
             self.waiting = None
             results, failed = self.evaluation.finish()
-            self._events("evaluation", {"results": results, "failed": failed, "kept": kept})
+            unknown = self.evaluation.unknown(results, version)
+            self._events("evaluation", {"results": results, "failed": failed, "kept": kept} | unknown)
             return [] if late else results
 
     # ---- reports -----------------------------------------------------------------------------------------
 
-    def counts(self, *kinds: Kind) -> dict[str, int]:
-        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`)."""
+    def counts(self, *kinds: Kind, domain: str = "") -> dict[str, int]:
+        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of training (or of `kinds`), of all domains or
+        of one."""
         with self._changed:
-            return self.ledger.counts(*(kinds or TRAINING))
+            return self.ledger.counts(*(kinds or TRAINING), domain=domain)
 
     def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
         """Outcome -> reason -> rollouts."""
@@ -192,36 +193,31 @@ class Control:
         """This moment, as JSON. Delivered rollouts are named by their place in the spool, whose files are synced here, while
         actors go on."""
         with self._changed:
-            self._inbox.rotate()
             state = {
                 "ledger": self.ledger.state(),
                 "sampler": self.dispatch.state(),
-                "spool": sorted({r.place[0] for r in self.ledger.rollouts(*TRAINING) if r.place[0]}),
+                "spool": self.delivered.files(),
                 "evals": self.evaluation.results,
                 "tokens": dict(self.tokens),
             }
-        self._inbox.sync()
+        self.delivered.inbox.sync()
         return state
 
     def committed(self, state: dict[str, Any]) -> None:
         """A checkpoint with `state` is on disk: spool files that neither it, nor a kept one, nor an open rollout needs go."""
         with self._changed:
-            self._inbox.committed(state["spool"])
-            self._inbox.keep_only({r.place[0] for r in self.ledger.rollouts(*TRAINING)})
+            self.delivered.committed(state["spool"])
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint of an earlier incarnation, before any phase starts."""
         with self._changed:
             self.ledger.restore(state["ledger"])
             self.evaluation.results, self.tokens = list(state["evals"]), Counter(state["tokens"])
-            self._inbox.committed(state["spool"])
             self.dispatch.restore(state["sampler"])
-            delivered = [r for r in self.ledger.rollouts(*TRAINING) if r.state in (State.WAITING, State.STALE)]
-            self._stored, lost = assignments.reread(delivered, self._inbox)
-            for name, reason in lost.items():
+            for name, reason in self.delivered.restore(state["spool"]).items():
                 self._events("spool_lost", {"rollout": name, "reason": reason})
-                self.ledger.lost(name)
-            self._events("restored", {"update": self.ledger.update, "waiting": len(self._stored), "rollouts": self.counts()})
+            waiting = len(self.delivered.trajectories)
+            self._events("restored", {"update": self.ledger.update, "waiting": waiting, "rollouts": self.counts()})
 
     # ---- actors ------------------------------------------------------------------------------------------
 
@@ -276,7 +272,7 @@ class Control:
                     raise trajectory
                 assignments.check_assignment(trajectory, self._assignment(rollout))
             except RecordError as error:
-                self._inbox.quarantine(data)
+                self.delivered.inbox.quarantine(data)
                 self._fail(rollout, f"refused:{error.rule}", error.detail)
                 return self._answer("REFUSED", f"{error.rule}: {error.detail}")
             held = self.evaluation.version if group.kind is Kind.EVAL else 0
@@ -297,8 +293,7 @@ class Control:
             self.evaluation.scored(rollout.id, succeeded(trajectory))
         else:
             self._streak.count = 0
-            place = self._inbox.append(data)
-            self._stored[rollout.id] = trajectory
+            place = self.delivered.keep(trajectory, data)
         self.ledger.delivered(rollout.id, assignments.origins_of(trajectory), place, trajectory.total_reward)
         if not self.ledger.holds(rollout.id):  # its group was filtered at once
             self._forget()
@@ -341,11 +336,7 @@ class Control:
         if now < self._next_tick:
             return
         self._next_tick = now + TICK_S
-        expired = self.ledger.expire(now)
-        for actor in sorted({r.actor for r in expired}):
-            mine = [r.id for r in expired if r.actor == actor]
-            self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
-        for rollout in expired:
+        for rollout in self.dispatch.expire(now):
             self._given_up(rollout)
         self.actors = progress.remembered(self.actors, now)
         if late := self._lateness.news(self, now):
@@ -361,6 +352,11 @@ class Control:
         self._changed.wait(min(TICK_S, deadline - now))
         return True
 
+    def _waited(self, name: str) -> float:
+        """Seconds since the training loop began to wait for what is called so."""
+        now = self._clock()
+        return self.waiting.edge(now, now).seconds if self.waiting is not None and self.waiting.name == name else 0.0
+
     def _return(self, batch: Batch) -> None:
         if batch is not self.running:
             raise RuntimeError("this batch is not the running update")
@@ -368,7 +364,7 @@ class Control:
 
     def _forget(self) -> None:
         """Let go of trajectories whose group has ended."""
-        self._stored = {name: x for name, x in self._stored.items() if self.ledger.holds(name)}
+        self.delivered.forget()
         self._changed.notify_all()
 
     def _lease(self, actor_id: str, capacity: int) -> list[Rollout]:

@@ -29,38 +29,40 @@ class Dispatch:
         """`tasks` by domain. Raises TasksError when a domain has none."""
         self._ledger, self._events = ledger, events
         size = config.algorithm.group_size
-        self.sampler = TaskSampler(
-            tasks, {domain.name: domain.weight for domain in config.domains}, config.seed, config.tasks, size
-        )
+        self.sampler = TaskSampler(tasks, config.seed, config.tasks, size)
         self.curriculum = Curriculum(config.curriculum)
         self._limits = {domain.name: domain.limits.max_turns for domain in config.domains}
         self._success = {domain.name: DomainSuccess(size) for domain in config.domains}
         self.locked = {domain.name: dict(domain.unlock) for domain in config.domains if domain.unlock}  # what is still missing
+        self._share_locked()
+        self._wait_s = config.learner.domain_wait_s
+        self._given_up = 0.0  # how long the learner had waited when it last gave a domain up
         self._stage = 0  # of the newest group
         self._alarmed = False  # that groups are filtered in a row
 
     # ---- groups open -------------------------------------------------------------------------------------
 
     def lease(self, actor: str, count: int, kind: Kind, now: float) -> list[Rollout]:
-        """Up to `count` rollouts, of new groups where there is capacity."""
+        """Up to `count` rollouts, of new groups where there is room."""
         leased = self._ledger.lease(actor, count, kind, now)
-        for _ in range(self._ledger.capacity(kind)):
-            if len(leased) >= count:
-                break
-            self._open(kind)
-            leased += self._ledger.lease(actor, count - len(leased), kind, now)
-        return leased
+        missing = count - len(leased)
+        while missing > 0 and (domain := self._ledger.next_domain(kind)):
+            missing -= len(self._open(kind, domain).rollouts)
+        return leased + self._ledger.lease(actor, count - len(leased), kind, now)
 
-    def _open(self, kind: Kind) -> None:
+    def _open(self, kind: Kind, domain: str) -> Group:
         if kind is Kind.WARM:
-            self._ledger.open(kind, self.sampler.next_uniform())
-            return
+            return self._ledger.open(kind, self.sampler.next_uniform(domain))
         update = self._ledger.update
         if (stage := self.curriculum.stage(update)) != self._stage:
             turns = {name: self.curriculum.max_turns(stage, limit) for name, limit in self._limits.items()}
             self._events("curriculum_stage", {"stage": stage, "before": self._stage, "max_turns": turns, "update": update})
             self._stage = stage
-        self._ledger.open(kind, self.sampler.next(self.locked.keys()), stage=stage)
+        return self._ledger.open(kind, self.sampler.next(domain), stage=stage)
+
+    def _share_locked(self) -> None:
+        """The warm start takes all domains."""
+        self._ledger.shares[Kind.RL].locked = set(self.locked)
 
     def max_turns(self, group: Group) -> int:
         """Of its rollouts: as it was when the group opened."""
@@ -84,7 +86,16 @@ class Dispatch:
                 del needs[name]
             if not needs:
                 del self.locked[other]
+                self._share_locked()
                 self._events("domain_unlocked", {"domain": other, "update": self._ledger.update})
+
+    def expire(self, now: float) -> list[Rollout]:
+        """End the leases of silent actors."""
+        expired = self._ledger.expire(now)
+        for actor in sorted({r.actor for r in expired}):
+            mine = [r.id for r in expired if r.actor == actor]
+            self._events("leases_expired", {"actor": actor, "rollouts": len(mine), "oldest": mine[0]})
+        return expired
 
     def purge(self) -> None:
         """Give over-age rollouts their outcome."""
@@ -94,13 +105,15 @@ class Dispatch:
             event = {"rollouts": len(stale), "again": again, "update": self._ledger.update, "oldest": stale[0].id}
             self._events("stale", event)
 
-    def take(self, kind: Kind) -> list[Group]:
-        """As `Ledger.take`. Raises NothingToLearn too."""
+    def take(self, kind: Kind, waited: float = 0.0) -> list[Group]:
+        """As `Ledger.take`, by a learner that has `waited` so many seconds for it. Raises NothingToLearn too."""
         before = self._ledger.fruitless
+        self._give_up(kind, waited)
         groups = self._ledger.take(kind)
         count = self._ledger.fruitless
         if count > before:
             self._events("update_abandoned", {"update": self._ledger.update, "groups": count - before, "reason": "no_spread"})
+        self._given_up *= not groups
         bound = self._ledger.rules.selection.max_refills * self._ledger.rules.groups_per_update
         if count < bound:
             self._alarmed = False
@@ -112,6 +125,18 @@ class Dispatch:
         if count >= LAST_REFILL * bound:
             raise NothingToLearn(f'{why}; choose other tasks, tasks.sampler = "variance" or tasks.select = "all"')
         return groups
+
+    def _give_up(self, kind: Kind, waited: float) -> None:
+        """The batch waits for domains for so long, then the others go on; as long again for the next that is missing."""
+        self._given_up = min(self._given_up, waited)
+        if waited - self._given_up < self._wait_s:
+            return
+        missing = self._ledger.missing(kind)
+        for domain in self._ledger.give_up(kind):
+            self._given_up = waited
+            why = f"the batch has waited {self._wait_s:g} s for {domain}; until a group of it is complete, others take its place"
+            event = {"alarm": why, "domain": domain, "groups": missing.get(domain, 0), "update": self._ledger.update}
+            self._events("domain_late", event)
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
@@ -134,3 +159,4 @@ class Dispatch:
         for name, saved in state["success"].items():
             self._success[name].restore(saved)
         self.locked = {name: dict(needs) for name, needs in state["locked"].items()}
+        self._share_locked()

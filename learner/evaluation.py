@@ -184,10 +184,10 @@ class Evaluation:
 
     def finish(self) -> tuple[list[dict[str, Any]], int]:
         """Results, and how many rollouts failed. They are recorded if nothing is open any more: what is late is not a random
-        part of the tasks, short episodes come first.
+        part of the tasks, short episodes come first. A domain without a scored rollout although none is open has no result: its
+        success is unknown, and trying for longer would not tell.
 
-        Raises EveryRolloutFails when a domain has no scored rollout although none is open: its success is unknown, and
-        trying for longer would not tell.
+        Raises EveryRolloutFails when no domain has any.
         """
         late = bool(self.open)
         for rollout_id in self.open:
@@ -195,14 +195,22 @@ class Evaluation:
         results = [entry for job in self.jobs for entry in job.results()]
         failed = sum(sum(job.failed.values()) for job in self.jobs)
         self.jobs = []
-        for entry in () if late else results:
-            if not entry["n"]:
-                raise EveryRolloutFails(
-                    f"every {entry['mode']} held-out rollout of domain {entry['domain']!r} failed for good, so version "
-                    f"{entry['version']} has no result; see events.jsonl (rollout_failed)"
-                )
+        unknown = [entry for entry in results if not entry["n"]]
+        if unknown and not late and len(unknown) == len(results):
+            entry = unknown[0]
+            raise EveryRolloutFails(
+                f"every {entry['mode']} held-out rollout of domain {entry['domain']!r} failed for good, so version "
+                f"{entry['version']} has no result; see events.jsonl (rollout_failed)"
+            )
+        results = [entry for entry in results if entry["n"]]
         self.results += [] if late else results
         return results, failed
+
+    def unknown(self, results: Sequence[Mapping[str, Any]], version: int) -> dict[str, str]:
+        """The alarm for domains that have no entry in `results`."""
+        missing = sorted(set(self._tasks) - {entry["domain"] for entry in results})
+        why = f"no held-out rollout of {', '.join(missing)} was scored: version {version} has no result there"
+        return {"alarm": why} if missing else {}
 
     def _job(self, rollout_id: str) -> Job:
         return next(job for job in self.jobs if rollout_id in job.rollouts)

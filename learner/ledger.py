@@ -3,27 +3,27 @@
 One record per rollout (`learner/rollouts.py`); every size is a count over the records. At all times, per kind:
 dispatched = open + trained + filtered + stale + failed + cancelled.
 
-A group whose members all have an outcome is folded into totals by (kind, outcome, reason). Its ids stay known for a
-while, to tell a repeated delivery from a superseded one; older ids are recognised by the ordinal that they carry.
+A group whose members all have an outcome is folded into totals (`learner/outcomes.py`). Its ids stay known for a while, to tell
+a repeated delivery from a superseded one; older ids are recognised by the ordinal that they carry. With several domains,
+`learner/shares.py` says whose group opens, is leased and is taken next.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.seeds import derive_seed
 from common.types import Task
-from learner.rollouts import OPEN, OUTCOMES, UNDELIVERED, Group, Kind, Origin, Rollout, Rules, Standing, State
+from learner.outcomes import Outcomes
+from learner.rollouts import OPEN, TRAINING, UNDELIVERED, Group, Kind, Origin, Rollout, Rules, Standing, State, born_as
+from learner.shares import Held, Shares
 
 FINISHED_MEMORY = 16_384  # ids of finished rollouts whose last answered attempt is remembered
 VERSION_MEMORY = 4_096  # published versions whose update is remembered; older tokens are far beyond any lag
-REASON_MEMORY = 64  # distinct reasons counted per kind; further ones are counted as "other"
 ATTEMPTS_PER_INCARNATION = 1_000  # attempt numbers of a lost timeline never meet those of the restored one
 NEVER = -(10**9)  # the update of an unknown version: infinitely old
-ROLLOUT_ID = re.compile(r"(\d+)-([gwe])(\d+)-\d+")
 
 
 class Ledger:
@@ -37,9 +37,11 @@ class Ledger:
         self.fruitless = 0  # groups that selection filtered since it last left some
         self.groups: dict[str, Group] = {}  # with at least one open member
         self._rollouts: dict[str, Rollout] = {}  # of those groups
-        self._totals: Counter[tuple[Kind, State, str]] = Counter()  # of all other groups
+        self._outcomes = Outcomes()  # of all other groups
+        self.shares = {kind: Shares(rules.weights) for kind in TRAINING}
         self._finished: dict[str, int] = {}  # rollout id -> last answered attempt
         self._next: dict[Kind, int] = dict.fromkeys(Kind, 0)  # ordinal of the next group
+        self._opened: Counter[tuple[Kind, str]] = Counter()  # groups so far, of a kind and a domain
         self._update_of: dict[int, int] = {}  # published version -> committed updates behind it
 
     # ---- versions and lag --------------------------------------------------------------------------------
@@ -67,47 +69,66 @@ class Ledger:
 
     # ---- dispatch ----------------------------------------------------------------------------------------
 
+    def batches(self, kind: Kind) -> int:
+        """For how many updates groups may be open."""
+        return self.rules.batches(kind, self.warm_update if kind is Kind.WARM else self.update)
+
+    def need(self, kind: Kind) -> int:
+        """How many closed groups an update is made from."""
+        return self.rules.need(kind)
+
     def capacity(self, kind: Kind) -> int:
         """How many more groups may open: `(max_lag + 1) * candidates - |open groups|`, and never more open groups than the
-        remaining updates need. Candidates are groups_per_update, or more where a selection chooses among more. Warm start: two
-        updates' worth. Negative after a change of rules."""
-        rules = self.rules
-        if kind is Kind.WARM:
-            bound = min(2, rules.warm_updates - self.warm_update) * rules.warm_rollouts
-        elif kind is Kind.RL:
-            bound = min(rules.max_lag + 1, rules.updates - self.update) * rules.candidates
-        else:
-            raise ValueError("evaluation is outside capacity")
-        return bound - sum(group.kind is kind for group in self.groups.values())
+        remaining updates need. Candidates are groups_per_update, or more where a selection chooses among more. Negative after a
+        change of rules. Groups that nobody waits for are not counted, see `Shares.now`."""
+        batches = self.batches(kind)
+        return self.shares[kind].now(self.need(kind), batches, self.held(kind))[1]
+
+    def next_domain(self, kind: Kind) -> str:
+        """Whose group opens next, so that no domain has more than its share open; "" while there is no room."""
+        return self.shares[kind].next_to_open(self.need(kind), self.batches(kind), self.held(kind))
+
+    def held(self, kind: Kind) -> dict[str, Held]:
+        """Domain -> its groups."""
+        mine = [group for group in self.groups.values() if group.kind is kind]
+        groups = Counter(group.task.domain for group in mine)
+        ready = Counter(group.task.domain for group in mine if group.ready)
+        return {name: Held(n, ready[name]) for name, n in groups.items()}
 
     def open(self, kind: Kind, task: Task, *seed_parts: int | str, stage: int = 0) -> Group:
-        """A new group with its fixed plan. Seeds come from kind, ordinal and member, or from `seed_parts` and the member;
-        not from the incarnation, so that a resumed run asks for what an uninterrupted one would have asked for."""
+        """A new group with its fixed plan. Seeds come from kind, how many groups the domain had, and member, or from `seed_parts`
+        and the member; not from the incarnation, so that a resumed run asks for what an uninterrupted one would have asked for,
+        and not from when other domains opened theirs."""
         ordinal = self._next[kind]
         self._next[kind] += 1
-        group = Group(f"{self.incarnation}-{kind.value}{ordinal:06d}", kind, ordinal, task, stage=stage)
-        parts = seed_parts or (kind.value, ordinal)
-        for member in range(self.rules.group_size if kind is Kind.RL else 1):
-            seed = derive_seed(self.rules.seed, *parts, member)
-            group.rollouts.append(Rollout(f"{group.id}-{member}", group.id, member, seed))
+        alone = len(self.rules.weights) == 1
+        parts = seed_parts or (kind.value, *(() if alone else (task.domain,)), self._opened[kind, task.domain])
+        self._opened[kind, task.domain] += 1
+        seeds = [derive_seed(self.rules.seed, *parts, member) for member in range(self.rules.members(kind))]
+        group = Group.planned(self.incarnation, kind, ordinal, task, stage, seeds)
         self.groups[group.id] = group
         self._rollouts.update((r.id, r) for r in group.rollouts)
         return group
 
     def lease(self, actor: str, count: int, kind: Kind, now: float) -> list[Rollout]:
-        """Up to `count` pending rollouts of `kind`, oldest group first, as new attempts of `actor`."""
-        chosen = []
-        for group in self.groups.values():
-            if len(chosen) >= count:
-                break
+        """Up to `count` pending rollouts of `kind`, as new attempts of `actor`: domains in turn, of each its oldest group
+        first. A late domain does not fill the slots of actors: it has as many as one group needs."""
+        pending: dict[str, list[Rollout]] = {}
+        leased: Counter[str] = Counter()
+        for group in self.groups.values() if count > 0 else ():
             if group.kind is kind:
-                chosen += [r for r in group.rollouts if r.state is State.PENDING]
-        for rollout in chosen[:count]:
+                leased[group.task.domain] += sum(r.state is State.LEASED for r in group.rollouts)
+                pending.setdefault(group.task.domain, []).extend(r for r in group.rollouts if r.state is State.PENDING)
+        shares = self.shares.get(kind, self.shares[Kind.RL])
+        for name in shares.late & set(pending) if kind in TRAINING else ():
+            del pending[name][max(0, self.rules.members(kind) - leased[name]) :]
+        chosen = shares.fair(pending, leased, count)
+        for rollout in chosen:
             rollout.attempt = max(rollout.attempt, self._attempt_floor(rollout.id)) + 1
             rollout.tries += 1
             rollout.state, rollout.actor = State.LEASED, actor
             rollout.leased_at, rollout.expires = now, now + self.rules.lease_s
-        return chosen[:count]
+        return chosen
 
     def renew(self, actor: str, keys: list[tuple[str, int]], now: float) -> list[tuple[str, int]]:
         """Extend the leases of `keys` = (rollout id, attempt); returns those that the actor must stop."""
@@ -203,70 +224,64 @@ class Ledger:
 
     def ready(self, kind: Kind) -> list[Group]:
         """Closed groups with something to train on, oldest dispatch first."""
-        groups = [g for g in self.groups.values() if g.kind is kind and g.closed and g.any(State.WAITING)]
+        groups = [group for group in self.groups.values() if group.kind is kind and group.ready]
         return sorted(groups, key=lambda group: group.ordinal)
 
-    def need(self, kind: Kind) -> int:
-        """How many closed groups an update is made from."""
-        return self.rules.warm_rollouts if kind is Kind.WARM else self.rules.candidates
+    def missing(self, kind: Kind) -> dict[str, int]:
+        """Domain -> open groups that the next batch waits for, besides being full."""
+        return self.shares[kind].missing(self.need(kind), self.held(kind))
+
+    def give_up(self, kind: Kind) -> list[str]:
+        """Do not wait any longer for the domains whose groups are missing; returns them."""
+        return self.shares[kind].give_up(self.need(kind), self.held(kind))
 
     def take(self, kind: Kind) -> list[Group]:
-        """The groups of the next update, now in training; empty while there are too few, or when selection leaves none. `fixed`:
-        of exactly as many as an update needs. `drain`: everything complete.
+        """The groups of the next update, now in training; empty while there are too few, while a domain's seats are not filled
+        that has groups open for them, or when selection leaves none. `fixed`: of exactly as many as an update needs, the oldest
+        of each domain. `drain`: everything complete.
 
         Raises RuntimeError while an update is running.
         """
         if any(group.any(State.TRAINING) for group in self.groups.values()):
             raise RuntimeError("take() while an update is running: commit() or abandon() it first")
         self.purge()
-        ready = self.ready(kind)
-        if len(ready) < self.need(kind):
+        taken = self.ready(kind)
+        if len(taken) < self.need(kind) or self.missing(kind):
             return []
-        taken = ready if self.rules.take == "drain" and kind is Kind.RL else ready[: self.need(kind)]
+        if self.rules.take == "fixed" or kind is Kind.WARM:
+            taken = self.shares[kind].filled(self.need(kind), taken)
         if kind is Kind.RL:
             taken = self._select(taken)
         for group in taken:
-            for rollout in group.rollouts:
-                if rollout.state is State.WAITING:
-                    rollout.state = State.TRAINING
+            group.move(State.WAITING, State.TRAINING)
+        self.shares[kind].spent.clear()
         return taken
 
     def commit(self) -> int:
         """The optimizer step happened: its rollouts are trained; returns how many. What waits is older now: purge()."""
         kinds = {group.kind for group in self.groups.values() if group.any(State.TRAINING)}
+        for kind in kinds:
+            self.shares[kind].made(self.need(kind))
         self.update += Kind.RL in kinds
         self.warm_update += Kind.WARM in kinds
         return self._end_training(State.TRAINED, "")
 
     def abandon(self, reason: str) -> int:
         """The step was skipped: its rollouts are filtered, the policy is as old as before."""
-        return self._end_training(State.FILTERED, reason)
+        count = self._end_training(State.FILTERED, reason)
+        for shares in self.shares.values():
+            shares.spent.clear()  # the batch is still to be made, of others
+        return count
 
     # ---- counts ------------------------------------------------------------------------------------------
 
-    def tally(self, *kinds: Kind) -> Counter[State]:
-        """Rollouts of `kinds` by state, finished ones included."""
-        out = Counter(r.state for g in self.groups.values() if g.kind in kinds for r in g.rollouts)
-        for (kind, state, _), count in self._totals.items():
-            if kind in kinds:
-                out[state] += count
-        return out
-
-    def counts(self, *kinds: Kind) -> dict[str, int]:
-        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of `kinds`."""
-        tally = self.tally(*kinds)
-        named = {state.value: tally[state] for state in OUTCOMES if state is not State.EVALUATED or Kind.EVAL in kinds}
-        total = sum(tally.values())
-        return {"dispatched": total, "open": total - sum(named.values()), **named}
+    def counts(self, *kinds: Kind, domain: str = "") -> dict[str, int]:
+        """Rollouts {dispatched, open, trained, filtered, stale, failed, cancelled} of `kinds`, of one domain or of all."""
+        return self._outcomes.counts(self.groups.values(), kinds, domain)
 
     def reasons(self, *kinds: Kind) -> dict[str, dict[str, int]]:
         """Outcome -> reason -> rollouts."""
-        out: dict[str, Counter[str]] = {}
-        here = Counter((g.kind, r.state, r.reason) for g in self.groups.values() for r in g.rollouts if r.state in OUTCOMES)
-        for (kind, state, reason), count in [*self._totals.items(), *here.items()]:
-            if kind in kinds and reason:
-                out.setdefault(state.value, Counter())[reason] += count
-        return {state: dict(counter) for state, counter in out.items()}
+        return self._outcomes.reasons(self.groups.values(), kinds)
 
     def rollouts(self, *kinds: Kind) -> Iterator[Rollout]:
         """Records of open groups."""
@@ -283,7 +298,9 @@ class Ledger:
             "fruitless": self.fruitless,
             "next": {kind.value: ordinal for kind, ordinal in self._next.items()},
             "versions": list(self._update_of.items()),
-            "totals": [[kind.value, state.value, reason, n] for (kind, state, reason), n in self._totals.items()],
+            "opened": [[kind.value, domain, n] for (kind, domain), n in self._opened.items()],
+            "shares": {kind.value: shares.state() for kind, shares in self.shares.items()},
+            "totals": self._outcomes.state(),
             "groups": [group.to_json() for group in self.groups.values()],
         }
 
@@ -294,7 +311,12 @@ class Ledger:
         self.fruitless = state.get("fruitless", 0)
         self._next = {Kind(kind): ordinal for kind, ordinal in state["next"].items()}
         self._update_of = dict(state["versions"])
-        self._totals = Counter({(Kind(k), State(s), reason): n for k, s, reason, n in state["totals"]})
+        self._outcomes.restore(state["totals"])
+        (alone, *others) = self.rules.weights
+        of_one = [[kind, alone, ordinal] for kind, ordinal in state["next"].items() if not others]
+        self._opened = Counter({(Kind(k), domain): n for k, domain, n in state.get("opened", of_one)})
+        for kind, saved in state.get("shares", {}).items():
+            self.shares[Kind(kind)].restore(saved)
         self.groups = {group.id: group for group in map(Group.from_json, state["groups"])}
         self._rollouts = {r.id: r for group in self.groups.values() for r in group.rollouts}
         for rollout in self._rollouts.values():
@@ -330,10 +352,7 @@ class Ledger:
     def _end_training(self, outcome: State, reason: str) -> int:
         count = 0
         for group in [g for g in self.groups.values() if g.any(State.TRAINING)]:
-            for rollout in group.rollouts:
-                if rollout.state is State.TRAINING:
-                    rollout.state, rollout.reason = outcome, reason
-                    count += 1
+            count += group.move(State.TRAINING, outcome, reason)
             self._settle(group)
         return count
 
@@ -341,51 +360,36 @@ class Ledger:
         """Those that train; the others are filtered."""
         chosen = self.rules.selection.chosen([group.rewards for group in candidates], self.rules.groups_per_update)
         for index in sorted(set(range(len(candidates))) - set(chosen)):
-            self._filter(candidates[index], "low_spread" if chosen else "no_spread")
+            candidates[index].move(State.WAITING, State.FILTERED, "low_spread" if chosen else "no_spread")
             self._settle(candidates[index])
         self.fruitless = 0 if chosen else self.fruitless + len(candidates)
         return [candidates[index] for index in chosen]
-
-    def _filter(self, group: Group, reason: str) -> None:
-        for rollout in group.rollouts:
-            if rollout.state is State.WAITING:
-                rollout.state, rollout.reason = State.FILTERED, reason
 
     def _settle(self, group: Group) -> None:
         """Filter a closed group that is too small to compare, or that selection cannot use; fold a group without open members
         into the totals."""
         if group.closed and len(group.rollouts) > 1 and len(group.scored) < 2:
-            self._filter(group, "small_group")
-        elif (
-            group.closed and group.kind is Kind.RL and group.any(State.WAITING) and self.rules.selection.fruitless(group.rewards)
-        ):
-            self._filter(group, "no_signal")
+            group.move(State.WAITING, State.FILTERED, "small_group")
+        elif group.ready and group.kind is Kind.RL and self.rules.selection.fruitless(group.rewards):
+            group.move(State.WAITING, State.FILTERED, "no_signal")
             self.fruitless += 1
+        if group.kind in self.shares:
+            self.shares[group.kind].heard(group)
         if any(r.state in OPEN for r in group.rollouts):
             return
         del self.groups[group.id]
+        self._outcomes.fold(group)
         for rollout in group.rollouts:
             del self._rollouts[rollout.id]
-            self._fold(group.kind, rollout)
             self._finished[rollout.id] = rollout.answered
         while len(self._finished) > FINISHED_MEMORY:
             del self._finished[next(iter(self._finished))]
 
-    def _fold(self, kind: Kind, rollout: Rollout) -> None:
-        reason = rollout.reason if rollout.state in (State.FILTERED, State.STALE, State.FAILED) else ""
-        key = (kind, rollout.state, reason)
-        if key not in self._totals and sum(k is kind for k, _, _ in self._totals) >= REASON_MEMORY:
-            key = (kind, rollout.state, "other")
-        self._totals[key] += 1
-
     def _attempt_floor(self, rollout_id: str) -> int:
         """Attempt numbers up to this one belong to a lost timeline."""
-        born = int(rollout_id.partition("-")[0])
+        born, _, _ = born_as(rollout_id)
         return 0 if born == self.incarnation else (self.incarnation - 1) * ATTEMPTS_PER_INCARNATION
 
     def _was_dispatched(self, rollout_id: str) -> bool:
-        match = ROLLOUT_ID.fullmatch(rollout_id)
-        if match is None:
-            return False
-        born, kind, ordinal = int(match[1]), Kind(match[2]), int(match[3])
-        return born < self.incarnation or (born == self.incarnation and ordinal < self._next[kind])
+        born, kind, ordinal = born_as(rollout_id)
+        return 0 < born < self.incarnation or (born == self.incarnation and ordinal < self._next[kind])

@@ -19,16 +19,15 @@ from typing import Any
 from common.addresses import MAIN, Addresses
 from common.config import RunConfig
 from common.files import replace_file
-from common.record import segment_lengths
 from common.seeds import derive_seed
-from common.types import EngineInfo, StepKind
+from common.types import EngineInfo
 from common.validate import Vocabulary
 from common.vocabulary import sampleable
 from common.waits import LEARNER, engines_of
 from common.wire import Tls
 from learner import tasks
 from learner.batch import Batch
-from learner.canary import BOUNDS, canary_ids
+from learner.canary import canary_ids
 from learner.checkpoints import Checkpoints
 from learner.control import Control
 from learner.engine_api import Deadlines
@@ -41,6 +40,7 @@ from learner.runfolder import SUMMARY, RunFolder
 from learner.service import serve
 from learner.transport import transport_of
 from learner.update import Trainer
+from learner.update_log import record
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ def reached(run: Run, target: float) -> bool:
     """Whether the present parameters have `target` success on held-out tasks, in every domain and mode."""
     publish(run)
     results = evaluate(run, "warm")
-    return bool(results) and min(result["success"] for result in results) >= target
+    expected = len(run.config.domains) * len(run.config.eval.modes)  # less: there is a domain of which nothing is known
+    return len(results) == expected and min(result["success"] for result in results) >= target
 
 
 def supervise(run: Run) -> dict[str, float]:
@@ -219,54 +220,6 @@ def evaluate(run: Run, phase: str, anew: bool = False) -> list[dict[str, Any]]:
     return results
 
 
-def record(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
-    """Metrics and trajectories of an update that was made."""
-    totals = run.totals
-    totals.add(batch.lag, batch.stale_lag)
-    rewards = [rollout.total_reward for rollout in batch.trajectories]
-    turns = [sum(step.kind == StepKind.ACT for step in rollout.steps) for rollout in batch.trajectories]
-    rows = [segment_lengths(rollout) for rollout in batch.trajectories]
-    values = metrics | {
-        "reward": sum(rewards) / max(1, len(rewards)),
-        "turns": sum(turns) / max(1, len(turns)),
-        "segments": sum(map(len, rows)) / max(1, len(rows)),
-        "segment_tokens": sum(map(sum, rows)) / max(1, len(rows)),  # of a rollout: what training on it costs
-        "lag_mean": batch.lag.mean,
-        "lag_max": batch.lag.max,
-        "stale": batch.stale,
-        "identical": len(identical := batch.identical),
-        "version": run.version,
-        "seconds": run.seconds(),
-    }
-    if run.config.cross_policy.engines:
-        stale = batch.stale_lag
-        values |= {"stale_pool/share": stale.tokens / max(1, batch.live_tokens)}
-        values |= {"stale_pool/lag_mean": stale.mean, "stale_pool/lag_max": stale.max}
-    names = sorted({name for rollout in batch.trajectories for name in rollout.metrics})
-    for name in names:  # calls, summaries, sub-agents' turns, notes, what the environment counts: means over rollouts
-        values[f"rollout/{name}"] = sum(rollout.metrics.get(name, 0.0) for rollout in batch.trajectories) / len(rows)
-    if identical:
-        why = "siblings sampled the same ids, which chance does not explain: does the engine use the request's seed?"
-        run.folder.event("identical_siblings", {"alarm": why, "pairs": identical[:10], "count": len(identical)})
-    values["canary_worst"] = max(run.publisher.canaries.values(), default=0.0)
-    if (gap := metrics.get("gap_mean", 0.0)) > (bound := BOUNDS[run.config.model.dtype]):
-        why = f"engines and learner differ by {gap:.2g} in a token's logprob (mean), allowed is {bound:g}"
-        run.folder.event(
-            "engine_gap", {"alarm": why, **{name: value for name, value in metrics.items() if name.startswith("gap")}}
-        )
-        log.warning("update %d: %s", run.update, why)
-    values |= run.control.lengths.metrics() | {f"success/{domain}": value for domain, value in batch.success.items()}
-    if why := run.control.lengths.alarm():
-        run.folder.event("long_rollouts_starve", {"alarm": why})
-    run.folder.metrics(run.update, values)
-    run.folder.trajectories(run.update, batch.trajectories, [batch.lags[r.rollout_id] for r in batch.trajectories])
-    log.info(
-        "update %d/%d: reward %.3f, lag %.2f, entropy %.3f, gap %s, gradient %.3f, %d tokens",
-        run.update, run.config.learner.updates, values["reward"], batch.lag.mean, metrics.get("entropy", 0.0),
-        f"{metrics['gap_mean']:.1e}" if "gap_mean" in metrics else "unknown", metrics.get("grad_norm", 0.0), batch.live_tokens,
-    )  # fmt: skip
-
-
 # ---- set-up ----------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +233,7 @@ class Options:
     started: float = field(default_factory=time.monotonic)  # the process: time.monotonic()
     tasks: int = 0  # held-out tasks of `evaluate`; 0: as configured
     mode: str = ""
+    samples: int = 0  # rollouts per held-out task of `evaluate` in mode "sampled"; 0: as configured
 
 
 def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
@@ -287,7 +241,8 @@ def start(options: Options, config: RunConfig, stop: Callable[[], bool]) -> Run:
     addresses = Addresses.read(options.run)
     tls = Tls(**config.tls.model_dump())
     if options.evaluate:
-        chosen = {"tasks": options.tasks or config.eval.tasks, "modes": [options.mode] if options.mode else config.eval.modes}
+        asked = {"tasks": options.tasks, "modes": [options.mode] if options.mode else [], "samples": options.samples}
+        chosen = {name: value for name, value in asked.items() if value}
         config = config.model_copy(update={"eval": config.eval.model_copy(update=chosen)})
     hf_config = read_config(options.run / "model")
     spec = ModelSpec.from_hf(hf_config)

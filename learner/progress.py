@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.waits import Edge
 from learner import stalls
+from learner.rollouts import TRAINING
+from learner.shares import NONE
 
 if TYPE_CHECKING:
     from learner.control import Control
@@ -34,16 +36,35 @@ class Rate:
     """Tokens per second, over the newest deliveries."""
 
     def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, int]] = deque()
+        self._arrivals: deque[tuple[float, int]] = deque()  # of the window before the newest one
 
     def add(self, now: float, tokens: int) -> None:
         self._arrivals.append((now, tokens))
+        self._forget(now)
 
-    def per_second(self, now: float) -> float:
+    def _forget(self, now: float) -> None:
         while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
             self._arrivals.popleft()
+
+    def per_second(self, now: float) -> float:
+        self._forget(now)
         seconds = max(1.0, now - self._arrivals[0][0]) if self._arrivals else 1.0
         return sum(tokens for _, tokens in self._arrivals) / seconds
+
+
+def domains(control: Control) -> dict[str, Any]:
+    """With several domains: what each has of the work. Groups open, how many may be, complete ones; outcomes of rollouts."""
+    ledger, kind = control.ledger, control.kind
+    held, shares = ledger.held(kind), ledger.shares[kind]
+    if len(ledger.rules.weights) == 1:
+        return {}
+    share, _ = shares.now(ledger.need(kind), ledger.batches(kind), held)
+    state = {name: "locked" if name in shares.locked else "late" if name in shares.late else "" for name in ledger.rules.weights}
+    return {
+        name: {"open": held.get(name, NONE).open, "share": share.get(name, 0), "ready": held.get(name, NONE).ready, "state": why}
+        | {"rollouts": ledger.counts(*TRAINING, domain=name)}
+        for name, why in state.items()
+    }
 
 
 def report(control: Control, now: float) -> dict[str, Any]:
@@ -60,6 +81,7 @@ def report(control: Control, now: float) -> dict[str, Any]:
         "tokens_per_s": control.rate.per_second(now),
         "tokens": dict(control.tokens),
         "rollouts": control.counts(),
+        "domains": domains(control),
         "reasons": control.reasons(),
         "deliveries": dict(control.deliveries),
         "engines": [

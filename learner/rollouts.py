@@ -6,6 +6,8 @@ trained, filtered, stale, failed or cancelled. Held-out rollouts end evaluated, 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -50,6 +52,9 @@ SCORED = (State.WAITING, State.TRAINING, State.STALE)  # its reward counts in th
 OUTCOMES = (State.TRAINED, State.FILTERED, State.STALE, State.FAILED, State.CANCELLED, State.EVALUATED)
 
 
+ROLLOUT_ID = re.compile(r"(\d+)-([gwe])(\d+)-\d+")
+
+
 class Standing(StrEnum):
     """What a delivery of (rollout, attempt) meets."""
 
@@ -85,6 +90,12 @@ class Rollout:
     reason: str = ""
 
 
+def born_as(rollout_id: str) -> tuple[int, Kind, int]:
+    """Incarnation, kind and group's ordinal, which an id carries; incarnation 0: it is none of ours."""
+    match = ROLLOUT_ID.fullmatch(rollout_id)
+    return (int(match[1]), Kind(match[2]), int(match[3])) if match else (0, Kind.RL, 0)
+
+
 @dataclass
 class Group:
     """A task and its fixed plan of members."""
@@ -96,10 +107,22 @@ class Group:
     rollouts: list[Rollout] = field(default_factory=list)
     stage: int = 0  # of the curriculum when it opened; 0: none
 
+    @classmethod
+    def planned(cls, incarnation: int, kind: Kind, ordinal: int, task: Task, stage: int, seeds: Iterable[int]) -> Group:
+        """A new one; a member for each seed."""
+        name = f"{incarnation}-{kind.value}{ordinal:06d}"
+        members = [Rollout(f"{name}-{member}", name, member, seed) for member, seed in enumerate(seeds)]
+        return cls(name, kind, ordinal, task, members, stage)
+
     @property
     def closed(self) -> bool:
         """Every member is delivered or out of attempts."""
         return not any(r.state in UNDELIVERED for r in self.rollouts)
+
+    @property
+    def ready(self) -> bool:
+        """Closed, with something to train on."""
+        return self.closed and self.any(State.WAITING)
 
     @property
     def scored(self) -> list[Rollout]:
@@ -112,6 +135,13 @@ class Group:
 
     def any(self, state: State) -> bool:
         return any(r.state is state for r in self.rollouts)
+
+    def move(self, before: State, after: State, reason: str = "") -> int:
+        """Members in the state `before` are in `after` now; returns how many."""
+        members = [rollout for rollout in self.rollouts if rollout.state is before]
+        for rollout in members:
+            rollout.state, rollout.reason = after, reason
+        return len(members)
 
     def to_json(self) -> dict[str, Any]:
         rollouts = [asdict(r) | {"state": r.state.value} for r in self.rollouts]
@@ -145,12 +175,29 @@ class Rules:
     take: str  # "fixed" or "drain"
     max_attempts: int
     lease_s: float
+    weights: Mapping[str, float]  # of domains
     selection: Selection = ALL
 
     @property
     def candidates(self) -> int:
         """Groups that an update chooses from."""
         return self.selection.candidates(self.groups_per_update)
+
+    def need(self, kind: Kind) -> int:
+        """Groups that an update is made from."""
+        return self.warm_rollouts if kind is Kind.WARM else self.candidates
+
+    def members(self, kind: Kind) -> int:
+        """Rollouts of a group."""
+        return self.group_size if kind is Kind.RL else 1
+
+    def batches(self, kind: Kind, done: int) -> int:
+        """For how many updates groups may be open after `done` of them: `max_lag + 1`, in the warm start two, and no more than
+        remain."""
+        if kind is Kind.EVAL:
+            raise ValueError("evaluation is outside capacity")
+        most, planned = (2, self.warm_updates) if kind is Kind.WARM else (self.max_lag + 1, self.updates)
+        return max(0, min(most, planned - done))
 
     def bound(self, pool: str) -> int:
         """The greatest lag at which a token of `pool` is trained."""
@@ -172,5 +219,6 @@ class Rules:
             take=learner.take,
             max_attempts=learner.max_attempts,
             lease_s=learner.lease_s,
+            weights={domain.name: domain.weight for domain in config.domains},
             selection=Selection.of(config),
         )

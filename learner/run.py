@@ -81,6 +81,7 @@ class Run:
     update: int = 0  # RL updates done
     version: int = 0  # the newest published weights
     canary_ids: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int32))  # [N] int32
+    ended: dict[str, tuple[int, int]] = field(default_factory=dict)  # domain -> rollouts that had ended and failed, at last
     saved: dict[str, Any] = field(default_factory=dict)  # control state of the checkpoint that is being written
 
     def seconds(self) -> float:
@@ -143,14 +144,16 @@ class Run:
     def summarize(self) -> None:
         """Close the books: whatever is open is cancelled, so that the outcomes add up to what was dispatched."""
         self.control.finish()
-        counts, totals = self.control.counts(), self.totals
+        totals = self.totals
+        domains = [domain.name for domain in self.config.domains]
         self.folder.summary(
             {
                 "config": self.config.model_dump(),
                 "seed": self.config.seed,
                 "updates": self.update,
                 "wall_seconds": self.seconds(),
-                "rollouts": {name: counts[name] for name in counts if name != "open"},
+                "rollouts": self._ended(""),
+                "domains": {domain: self._ended(domain) for domain in domains} if len(domains) > 1 else {},
                 "evals": self.control.evaluation.results,
                 "tokens": dict(self.control.tokens),
                 "lag": {"mean": totals.lag_tokens / max(1, totals.tokens), "max": totals.lag_max},
@@ -158,3 +161,6 @@ class Run:
                 "recompilations_after_warmup": self.publisher.recompilations(),
             }
         )
+
+    def _ended(self, domain: str) -> dict[str, int]:
+        return {name: n for name, n in self.control.counts(domain=domain).items() if name != "open"}

@@ -1,14 +1,14 @@
-"""The task sampler: which task the next group works on. Domains have the configured shares; within a domain tasks come
-uniformly, every one once per epoch, or by weights that follow what is known of them (`learner/weighing.py`).
+"""The task sampler: which task of its domain the next group works on. Whose turn it is, is not asked here
+(`learner/shares.py`). Tasks come uniformly, every one once per epoch, or by weights that follow what is known of them
+(`learner/weighing.py`).
 
 A domain's order in an epoch follows from (seed, domain, epoch) alone, so its state is two numbers. No task ever has probability
-zero, and between domains nothing moves: a domain whose tasks all look too hard keeps its share.
+zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ class TaskStatistics:
 class _Domain:
     """Its tasks, and a cursor over them, shuffled. `cursor == len(tasks)` is the start of the next epoch."""
 
-    def __init__(self, tasks: Sequence[Task], share: float, weigher: Weigher | None) -> None:
-        self.tasks, self.share, self.weigher = tasks, share, weigher
+    def __init__(self, tasks: Sequence[Task], weigher: Weigher | None) -> None:
+        self.tasks, self.weigher = tasks, weigher
         self.fingerprint = fingerprint(tasks)
         self.index = {task.id: index for index, task in enumerate(tasks)}
         self.epoch = self.cursor = 0
@@ -66,19 +66,17 @@ class TaskSampler:
     def __init__(
         self,
         tasks: Mapping[str, Sequence[Task]],
-        weights: Mapping[str, float],
         seed: int,
         config: TasksConfig | None = None,
         group_size: int = 1,
     ) -> None:
-        """`tasks` by domain, `weights` of domains. Raises TasksError when a domain has no tasks."""
-        for name in weights:
-            if not tasks.get(name):
+        """`tasks` by domain. Raises TasksError when a domain has no tasks."""
+        for name, listed in tasks.items():
+            if not listed:
                 raise TasksError(f"domain {name!r} lists no training tasks; set domains.train_tasks or its options")
         self._seed = seed
         self._domains = {
-            name: _Domain(tasks[name], weight, weigher(config, len(tasks[name]), group_size) if config else None)
-            for name, weight in weights.items()
+            name: _Domain(listed, weigher(config, len(listed), group_size) if config else None) for name, listed in tasks.items()
         }
         self._rng = np.random.default_rng(derive_seed(seed, "domains"))
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # domain -> epoch and its order
@@ -88,16 +86,21 @@ class TaskSampler:
         """Domain -> task id -> numbers."""
         return {name: domain.statistics for name, domain in self._domains.items()}
 
-    def next(self, locked: AbstractSet[str] = frozenset()) -> Task:
-        """By weight, of a domain that is not `locked`."""
-        name, domain = self._domain(locked)
+    def next(self, name: str) -> Task:
+        """Of the domain, for the policy."""
+        domain = self._domains[name]
         if domain.weigher is None:
-            return self._walk(name, domain)
+            return self.next_uniform(name)
         return domain.tasks[domain.weigher.tree.find(float(self._rng.random()))]
 
-    def next_uniform(self) -> Task:
-        """Of any domain, every task once per epoch, whatever the policy makes of it: for reference solutions."""
-        return self._walk(*self._domain(frozenset()))
+    def next_uniform(self, name: str) -> Task:
+        """Of the domain, every task once per epoch, whatever the policy makes of it: for reference solutions."""
+        domain = self._domains[name]
+        if domain.cursor >= len(domain.tasks):
+            domain.epoch, domain.cursor = domain.epoch + 1, 0
+        task = domain.tasks[int(self._order(name, domain)[domain.cursor])]
+        domain.cursor += 1
+        return task
 
     def record(self, task: Task, success: bool) -> None:
         """One scored rollout of the policy on `task`. Failed rollouts are never recorded."""
@@ -120,21 +123,6 @@ class TaskSampler:
         self._rng.bit_generator.state = state["rng"]
         nothing = {"fingerprint": "", "epoch": 0, "cursor": 0, "statistics": {}}
         return [name for name, domain in self._domains.items() if not domain.restore(state["domains"].get(name, nothing))]
-
-    def _domain(self, locked: AbstractSet[str]) -> tuple[str, _Domain]:
-        names = [name for name in self._domains if name not in locked]
-        if len(names) == 1:
-            return names[0], self._domains[names[0]]
-        shares = np.array([self._domains[name].share for name in names])
-        name = names[int(self._rng.choice(len(names), p=shares / shares.sum()))]
-        return name, self._domains[name]
-
-    def _walk(self, name: str, domain: _Domain) -> Task:
-        if domain.cursor >= len(domain.tasks):
-            domain.epoch, domain.cursor = domain.epoch + 1, 0
-        task = domain.tasks[int(self._order(name, domain)[domain.cursor])]
-        domain.cursor += 1
-        return task
 
     def _order(self, name: str, domain: _Domain) -> np.ndarray:
         """The order of the domain's tasks in its epoch, [tasks] int64."""

@@ -7,7 +7,6 @@ Everything here is called with the control plane's lock held.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from common.addresses import EVAL, MAIN
@@ -72,7 +71,10 @@ def wanted(control: Control) -> tuple[list[Rollout], str]:
     else:
         kind = control.kind
         blocked = "" if kind is Kind.WARM or fresh(control.engines, ledger) else "no engine has young enough weights"
-        rollouts = [r for g in ledger.groups.values() if g.kind is kind and not g.closed for r in g.rollouts]
+        groups = [group for group in ledger.groups.values() if group.kind is kind and not group.closed]
+        missing = ledger.missing(kind)  # by domain; without any, whichever comes first makes the batch full
+        wanted_groups = [group for group in groups if group.task.domain in missing] or groups
+        rollouts = [rollout for group in wanted_groups for rollout in group.rollouts]
     if blocked:
         rows = [f"{e.name} is {e.state} at version {e.version}{f' ({e.reason})' if e.reason else ''}" for e in control.engines]
         blocked = f"{blocked}: {'; '.join(rows) or 'there are no engines yet'}"
@@ -192,10 +194,14 @@ def _head(control: Control) -> str:
     if control.waiting is not None and control.waiting.name == "evaluate":
         job = next((job for job in control.evaluation.jobs if job.rollouts), control.evaluation.jobs[-1])
         return f"learner waits for {len(job.rollouts)} of {job.total} held-out rollouts ({job.mode}, version {job.version})"
-    missing = max(0, ledger.need(control.kind) - len(ledger.ready(control.kind)))
-    domains = Counter(g.task.domain for g in ledger.groups.values() if g.kind is control.kind and not g.closed)
-    groups = "group" if missing == 1 else "groups"
-    head = f"learner waits for {missing} {groups} of {', '.join(sorted(domains)) or 'any domain'}"
+    kind, missing = control.kind, ledger.missing(control.kind)
+    count = max(ledger.need(kind) - len(ledger.ready(kind)), sum(missing.values()))
+    open_groups = {g.task.domain for g in ledger.groups.values() if g.kind is kind and not g.closed}
+    late = ledger.shares[kind].late
+    said = [f"{n} of {name}" for name, n in missing.items()] if len(missing) > 1 else [*missing] or sorted(open_groups - late)
+    head = f"learner waits for {count} {'group' if count == 1 else 'groups'} of {', '.join(said) or 'any domain'}"
+    if late:
+        head += f" ({', '.join(sorted(late))} {'is' if len(late) == 1 else 'are'} late)"
     return f"{head} ({ledger.fruitless} were filtered for equal rewards since the last update)" if ledger.fruitless else head
 
 

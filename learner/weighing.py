@@ -52,10 +52,6 @@ class SumTree:
                 at += 1
         return at - self._size
 
-    def weights(self, count: int) -> np.ndarray:
-        """Of the first `count` indices, [count] float64."""
-        return np.array(self._nodes[self._size : self._size + count])
-
 
 class Weigher(Protocol):
     """The tasks of one domain, by index."""

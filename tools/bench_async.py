@@ -207,7 +207,13 @@ class Outcome:
 # ---- the rollouts ----------------------------------------------------------------------------------------------
 
 
-def played(asked: Assignment, begun: float, seconds: float, served: Sequence[float] | np.ndarray) -> Trajectory:
+def played(
+    asked: Assignment,
+    begun: float,
+    seconds: float,
+    served: Sequence[float] | np.ndarray,
+    status: Status = Status.TERMINATED,
+) -> Trajectory:
     """An answer to `asked` that was sampled from `begun` on for `seconds`. `served`: when versions 1, 2, ... began to be."""
     moments = begun + seconds * np.arange(1, TOKENS + 1) / TOKENS
     versions = np.searchsorted(served, moments, side="right")
@@ -219,7 +225,7 @@ def played(asked: Assignment, begun: float, seconds: float, served: Sequence[flo
     tape = Tape(asked)
     sampled = Sampled(ids.tolist(), [-1.0] * TOKENS, runs, Finish.STOP)
     tape.append(prompt, sampled, Turn(Action(""), spans_of([(TOKENS, ActionKind.TEXT)]), "", 0), {"generate": seconds})
-    tape.end(Status.TERMINATED)
+    tape.end(status)
     return tape.trajectory(standins.VOCABULARY)
 
 

@@ -2,7 +2,7 @@
 
     python tools/launch.py local CONFIG [--table.key=value ...] [--runs DIR] [--overwrite]
     python tools/launch.py resume RUN
-    python tools/launch.py eval RUN [--tasks N] [--mode greedy|sampled]
+    python tools/launch.py eval RUN [--tasks N] [--mode greedy|sampled] [--samples N]
     python tools/launch.py status RUN
 
 RUN is a run's folder, or its name below --runs (default: runs). --overwrite removes a run folder of the same name.
@@ -64,6 +64,7 @@ def parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
         if verb == "eval":
             options.add_argument("--tasks", type=int, default=0)  # 0: as many as the configuration says
             options.add_argument("--mode", choices=("greedy", "sampled"), default="")
+            options.add_argument("--samples", type=int, default=0)  # of each task in mode sampled; 0: as configured
     found, rest = parser.parse_known_args(arguments)
     for word in rest:
         if not word.startswith("--") or "=" not in word:
@@ -115,6 +116,11 @@ def prepare_old(options: Namespace) -> tuple[RunConfig, Path]:
             raise Refusal(
                 f"--tasks {options.tasks}: domain {domain.name} has {domain.heldout_tasks} held-out tasks; ask for 1 to as many"
             )
+    if options.verb == "eval" and options.samples:
+        if options.samples < 0:
+            raise Refusal(f"--samples {options.samples}: ask for 1 or more rollouts per task")
+        if "sampled" not in ([options.mode] if options.mode else config.eval.modes):
+            raise Refusal(f"--samples {options.samples} is for mode sampled; add --mode sampled")
     check(config)
     return config, run
 
@@ -124,8 +130,8 @@ def learner_arguments(options: Namespace) -> list[str]:
         return []
     if options.verb == "resume":
         return ["--resume"]
-    tasks = ["--tasks", str(options.tasks)] if options.tasks else []
-    return ["--eval", *tasks, *(["--mode", options.mode] if options.mode else [])]
+    asked = {"--tasks": options.tasks, "--mode": options.mode, "--samples": options.samples}
+    return ["--eval", *(word for name, value in asked.items() if value for word in (name, str(value)))]
 
 
 def supervise(options: Namespace, config: RunConfig, run: Path, root: Path, patience: Patience) -> int:

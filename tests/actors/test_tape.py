@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from actors.chat import EMPTY, Context
 from actors.history import Beginning, History, Prompt, Rules
 from actors.tape import Sampled, Tape
-from actors.toolcalls.turns import TurnParser
+from actors.toolcalls.turns import Turn, TurnParser
 from common.convert import trajectory_bytes, trajectory_parse
 from common.record import segments
-from common.types import Finish, Limits, Message, Observation, Status, VersionRun
+from common.types import (
+    Action,
+    ActionKind,
+    Finish,
+    Limits,
+    Message,
+    Observation,
+    Status,
+    StepKind,
+    ToolCall,
+    ToolOutcome,
+    VersionRun,
+    spans_of,
+)
 from common.validate import RecordError
 from tests.actors.servers import assignment
 from tests.actors.toy import VOCABULARY, toy_chat
@@ -128,3 +141,17 @@ def test_the_record_names_the_stage_of_its_curriculum() -> None:
     for tape in (staged, plain):
         tape.fail("the disk is full")
     assert [tape.trajectory(VOCABULARY).metrics.get("stage") for tape in (staged, plain)] == [2.0, None]
+
+
+def test_calls_are_counted_as_made_as_unparsed_and_as_answered() -> None:
+    """Two calls, one of which could not be read; a turn without; a call in a summary, which is text; one of a sub-agent."""
+    tape, spans = Tape(assignment(["he"])), spans_of([(2, ActionKind.TEXT)])
+    good, bad = ToolCall("1", "f"), ToolCall("2", "", error="no JSON")
+    turns = [(StepKind.ACT, (good, bad)), (StepKind.ACT, ()), (StepKind.SUMMARY, (good,)), (StepKind.SUBAGENT, (good,))]
+    for kind, calls in turns:
+        sampled = Sampled([5, 2], [-0.5, -0.5], [VersionRun(0, 1, "e", "main")], Finish.STOP)
+        tape.append(first(EMPTY), sampled, Turn(Action("", calls), spans, "", 0), {}, kind)
+    outcomes = (ToolOutcome("f", True, "", 0.1), ToolOutcome("", False, "no JSON", 0.0))
+    tape.observe(0, Observation((), 0.0, Status.RUNNING, tool_outcomes=outcomes), 0.1)
+    counted = {"turns": 2, "summaries": 1, "subagent_turns": 1, "call_turns": 2, "calls": 3, "calls_unparsed": 1}
+    assert tape.counts | counted | {"calls_ok": 1, "calls_failed": 1} == tape.counts

@@ -67,6 +67,7 @@ RULES = Rules(
     take="fixed",
     max_attempts=2,
     lease_s=10.0,
+    weights={"toy": 1.0},
 )
 
 

@@ -131,7 +131,7 @@ def test_a_long_run_holds_only_what_is_open(tmp_path):
         publish(control, update + 2, update + 1)
         control.set_engines([engine(update + 2)])
         control.committed(control.state())
-        assert len(control._stored) <= 8
+        assert len(control.delivered.trajectories) <= 8
         assert len(list((tmp_path / "inbox").iterdir())) <= 3
     assert control.counts() | {"open": 0} == control.counts()
     assert control.counts()["trained"] == 160

@@ -61,7 +61,7 @@ def test_groups_without_signal_are_refilled_and_seen_by_the_sampler(tmp_path):
     assert control.status()["sentence"].startswith(
         "learner waits for 1 group of any domain (2 were filtered for equal rewards since the last update)"
     )
-    assert len(control._stored) == 2
+    assert len(control.delivered.trajectories) == 2
     assert sum(x.n for x in control.dispatch.sampler.statistics["toy"].values()) == 6
     answer(control, 1, 0)
     batch = control.take(0)

@@ -180,6 +180,20 @@ def test_seeds_are_the_same_in_every_evaluation_and_differ_between_modes_and_tas
     assert len(set(seeds[0])) == 6
 
 
+def test_a_domain_without_a_scored_rollout_has_no_result_and_does_not_keep_the_others_from_theirs():
+    tasks = {name: make_tasks(name, "heldout", 3) for name in ("down", "up")}
+    ledger, evaluation = Ledger(rules(), 1), Evaluation(tasks)
+    evaluation.start(ledger, "rl", 7, ["greedy"])
+    for rollout_id in evaluation.open:
+        if ledger.find(rollout_id)[0].task.domain == "up":
+            evaluation.scored(rollout_id, True)
+        else:
+            evaluation.given_up(rollout_id)
+    (entry,), failed = evaluation.finish()
+    assert (entry["domain"], entry["n"], failed) == ("up", 3, 3)
+    assert evaluation.results == [entry]
+
+
 def test_an_evaluation_without_a_single_scored_rollout_is_an_error_and_no_result():
     ledger, evaluation = Ledger(rules(), 1), Evaluation({"toy": make_tasks("toy", "heldout", 3)})
     evaluation.start(ledger, "rl", 7, ["greedy"])

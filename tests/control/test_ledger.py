@@ -233,7 +233,7 @@ def test_097_evaluation_touches_neither_capacity_nor_seeds_nor_batches():
 def test_078_every_member_of_every_group_has_its_own_seed_whoever_runs_it():
     def seeds(actors: int, run_seed: int = 7, ordinal: int = 0) -> dict[str, int]:
         ledger = make(group_size=4, groups_per_update=4, max_lag=0, seed=run_seed)
-        ledger._next[Kind.RL] = ordinal
+        ledger._opened[Kind.RL, "toy"] = ordinal
         for _ in range(4):
             ledger.open(Kind.RL, TASK)
         out = {}

@@ -1,8 +1,10 @@
-"""The ledger under arbitrary histories: balance, capacity, lag, one place per rollout, and it always comes to an end."""
+"""The ledger under arbitrary histories: balance, capacity and shares of it, lag, one place per rollout, and it always comes to
+an end, also when a domain does not answer any more."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ from learner.rollouts import OPEN, Kind, Origin, Rollout, Standing, State
 from learner.selection import ALL, Selection
 from tests.control.scripted import rules
 
-TASK = Task("toy", "t", 0, {})
+DEAD = "b"  # the domain that may not answer
+DOMAINS = [{"a": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 4.0}, {"a": 5.0, "b": 1.0, "c": 1.0}]
 TRAINING = (Kind.RL, Kind.WARM)
 picks = st.integers(0, 10**6)
 
@@ -30,8 +33,9 @@ class LedgerMachine(RuleBasedStateMachine):
         attempts=st.integers(1, 3),
         warm=st.booleans(),
         selection=st.sampled_from([ALL, Selection("signal"), Selection("top_std", 0.5), Selection("mass", 0.9)]),
+        weights=st.sampled_from(DOMAINS),
     )
-    def begin(self, on_stale, take, max_lag, stale_max_lag, attempts, warm, selection):
+    def begin(self, on_stale, take, max_lag, stale_max_lag, attempts, warm, selection, weights):
         self.numbers = rules(
             on_stale=on_stale,
             take=take if selection.name in ("all", "signal") else "fixed",
@@ -42,8 +46,11 @@ class LedgerMachine(RuleBasedStateMachine):
             updates=6,
             warm_updates=2 * warm,
             warm_rollouts=2,
+            weights=weights,
         )
         self.ledger = Ledger(self.numbers, 1)
+        self.dead = self.locked = False
+        self.lent = False  # whether a domain may ever have had more than its share
         self.version, self.now, self.warm = 1, 0.0, warm
         self.dispatched: dict[Kind, set[str]] = {kind: set() for kind in Kind}
         self.stored: set[tuple[str, int]] = set()  # (rollout, attempt) that was accepted with a score
@@ -58,16 +65,37 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease(self, count):
         kind = Kind.WARM if self.warm else Kind.RL
         leased = self.ledger.lease("a", count, kind, self.now)
-        while len(leased) < count and self.ledger.capacity(kind) > 0:
-            group = self.ledger.open(kind, TASK)
+        while len(leased) < count and (domain := self.ledger.next_domain(kind)):
+            group = self.ledger.open(kind, Task(domain, "t", 0, {}))
+            assert not (self.locked and kind is Kind.RL and domain == DEAD)
             self.dispatched[kind] |= {r.id for r in group.rollouts}
             leased += self.ledger.lease("a", count - len(leased), kind, self.now)
         assert len({r.id for r in leased}) == len(leased) <= count
         assert all(1 <= r.tries <= self.numbers.max_attempts for r in leased)
 
     def leased(self, pick: int) -> Rollout | None:
-        out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED]
+        out = [r for r in self.ledger.rollouts(*Kind) if r.state is State.LEASED and not (self.dead and self.domain(r) == DEAD)]
         return out[pick % len(out)] if out else None
+
+    def domain(self, rollout: Rollout) -> str:
+        return self.ledger.find(rollout.id)[0].task.domain
+
+    @rule(dead=st.booleans())
+    def domain_dies_or_returns(self, dead):
+        self.dead = dead
+
+    @rule(locked=st.booleans())
+    def domain_is_locked(self, locked):
+        self.locked = locked and len(self.numbers.weights) > 1
+        self.lent |= self.locked
+        self.ledger.shares[Kind.RL].locked = {DEAD} if self.locked else ()
+
+    @rule()
+    def give_up(self):
+        if not self.batch:
+            found = self.ledger.give_up(Kind.WARM if self.warm else Kind.RL)
+            assert set(found) < set(self.numbers.weights)
+            self.lent |= bool(found)
 
     @rule(pick=picks, old=st.integers(0, 3), pool=st.sampled_from(["main", "stale"]), reward=st.sampled_from([0.0, 1.0]))
     def deliver(self, pick, old, pool="main", reward=-1.0):
@@ -116,7 +144,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def evaluate(self):
-        group = self.ledger.open(Kind.EVAL, TASK, "eval")
+        group = self.ledger.open(Kind.EVAL, Task("a", "t", 0, {}), "eval")
         self.dispatched[Kind.EVAL] |= {r.id for r in group.rollouts}
         self.ledger.lease("a", 1, Kind.EVAL, self.now)
 
@@ -135,6 +163,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.batch:
             return
         self.purge()
+        held, seats = self.ledger.held(kind), self.ledger.shares[kind].seats(self.ledger.need(kind))
         groups = self.ledger.take(kind)
         least = {"top_std": self.numbers.groups_per_update, "mass": 1}.get(self.numbers.selection.name, self.ledger.need(kind))
         assert groups == [] or len(groups) >= (self.ledger.need(kind) if self.warm else least)
@@ -145,6 +174,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (rollout.id, rollout.answered) in self.stored
             if kind is Kind.RL:
                 assert self.over(rollout) <= 0
+        if groups and not self.lent and self.numbers.selection.name == "all":  # whoever had groups for its seats has them
+            mine = Counter(g.task.domain for g in groups)
+            assert all(mine[name] >= min(n, held[name].open) for name, n in seats.items() if name in held)
         if kind is Kind.RL:
             assert all(g.kind is Kind.RL and len(g.scored) >= 2 for g in groups)
             if self.numbers.selection.name in ("signal", "mass"):
@@ -210,6 +242,7 @@ class LedgerMachine(RuleBasedStateMachine):
         text, (dispatched, stored, trained, version, warm) = self.saved
         self.ledger = Ledger(self.numbers, self.ledger.incarnation + 1)
         self.ledger.restore(json.loads(text))
+        self.ledger.shares[Kind.RL].locked = {DEAD} if self.locked else ()
         self.dispatched = {k: set(v) for k, v in dispatched.items()}
         self.stored, self.trained, self.version, self.warm = set(stored), set(trained), version, warm
         self.batch = []
@@ -227,11 +260,20 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def within_capacity(self):
-        rl = [g for g in self.ledger.groups.values() if g.kind is Kind.RL]
-        left = self.numbers.updates - self.ledger.update
-        assert len(rl) <= min(self.numbers.max_lag + 1, left) * self.numbers.candidates
-        warm = [g for g in self.ledger.groups.values() if g.kind is Kind.WARM]
-        assert len(warm) <= min(2, self.numbers.warm_updates - self.ledger.warm_update) * self.numbers.warm_rollouts
+        """In all, and of each domain. Rounding gives and takes less than a group per domain; what a domain lends to others is
+        never more than all of the capacity."""
+        numbers, weights = self.numbers, self.numbers.weights
+        self.lent |= any(shares.spent.total() for shares in self.ledger.shares.values()) and len(weights) > 1
+        bounds = {
+            Kind.RL: (numbers.max_lag + 1, numbers.updates - self.ledger.update, numbers.candidates),
+            Kind.WARM: (2, numbers.warm_updates - self.ledger.warm_update, numbers.warm_rollouts),
+        }
+        for kind, (most, left, need) in bounds.items():
+            mine = Counter(g.task.domain for g in self.ledger.groups.values() if g.kind is kind)
+            assert mine.total() <= min(most, left) * need + self.lent * most * need
+            for name, n in mine.items():
+                share = weights[name] / sum(weights.values()) * most * need + len(weights)
+                assert n <= most * need if self.lent else n < share
 
     @invariant()
     def one_place_each(self):
@@ -242,20 +284,24 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {r.id for r in self.ledger.rollouts(*Kind) if r.state is State.TRAINING} == set(self.batch)
 
     def teardown(self):
-        """Liveness: from any state, cooperative actors bring the run to its last update."""
+        """Liveness: from any state, cooperative actors bring the run to its last update, also when one of several domains hangs:
+        then time stands still for its leases."""
         if not hasattr(self, "ledger"):
             return
         self.finish_update(False)
+        self.dead &= len(self.numbers.weights) > 1
         for _ in range(300):
             if self.warm and self.ledger.warm_update == self.numbers.warm_updates:
                 self.start_rl()
             if self.ledger.update == self.numbers.updates:
                 break
-            self.time_passes(20.0)
+            self.time_passes(0.0 if self.dead else 20.0)
             self.lease(100)
             while self.leased(0):
                 self.deliver(0, 0)
             self.take()
+            if not self.batch:
+                self.give_up()
             self.finish_update(False)
         assert self.ledger.update == self.numbers.updates
         self.ledger.cancel(*Kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from learner.lengths import FEW, Lengths
+from learner.progress import RATE_WINDOW_S, Rate
 from tests.control.scripted import engine, failed, hand_in, lease, publish, started, step, trajectory
 
 
@@ -28,6 +29,14 @@ def test_079_long_rollouts_that_never_train_are_an_alarm_once():
     assert lengths.alarm() == ""  # they make it again
     lengths.trained([100] * 8 * FEW)
     assert lengths.alarm() == why  # and do not, once more
+
+
+def test_the_rate_remembers_no_more_than_its_window_though_nobody_asks():
+    rate = Rate()
+    for second in range(10_000):
+        rate.add(float(second), 7)
+    assert len(rate._arrivals) == RATE_WINDOW_S + 1
+    assert rate.per_second(9_999.0) == 7 * 31 / 30
 
 
 def test_as_many_long_ones_train_as_are_played():

@@ -148,10 +148,10 @@ def test_099_long_trajectories_arrive_whole(stage):
         whole = trajectory(a, steps=(made,))
         sent[a.rollout_id] = hashlib.sha256(trajectory_bytes(whole)).hexdigest()
         assert actor.deliver(whole) == "STORED"
-    stored = stage.control._stored
+    stored = stage.control.delivered.trajectories
     assert {name: hashlib.sha256(trajectory_bytes(t)).hexdigest() for name, t in stored.items()} == sent
     place = next(r for r in stage.control.ledger.rollouts(*"g") if r.id == a.rollout_id).place
-    assert hashlib.sha256(stage.control._inbox.read(place)).hexdigest() == sent[a.rollout_id]
+    assert hashlib.sha256(stage.control.delivered.inbox.read(place)).hexdigest() == sent[a.rollout_id]
     assert stage.server is not None
     assert actor.lease(1)[0].rollout_id == "1-g000002-1"  # the connection is as good as before
 
@@ -164,7 +164,7 @@ def test_099_a_cut_in_the_middle_leaves_nothing(stage, tmp_path):
     for request in requests[:3]:
         assert actor.send(request).status == pb.MORE
     actor.close()  # cut
-    assert stage.control._stored == {}
+    assert stage.control.delivered.trajectories == {}
     assert list((tmp_path / "inbox").glob("*.spool")) == []
     again = stage.actor()
     again.incarnation = 1

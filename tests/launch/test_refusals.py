@@ -373,15 +373,17 @@ def test_eval_starts_the_learner_in_its_evaluation_mode(ended_run):
         {"phase": "eval", "version": 3, "mode": "sampled", "domain": "frozenlake", "success": 0.75, "n": 64, "ci95": [0.6, 0.8]}
     ]
     ended_run.play({"learner": ["evaluate " + json.dumps(rows)]})
-    ended = ended_run.launch("eval", "demo", "--tasks", "64", "--mode", "sampled")
+    ended = ended_run.launch("eval", "demo", "--tasks", "64", "--mode", "sampled", "--samples", "4")
     assert ended.code == 0
-    arguments = ["--run", str(ended_run.run), "--eval", "--tasks", "64", "--mode", "sampled"]
+    arguments = ["--run", str(ended_run.run), "--eval", "--tasks", "64", "--mode", "sampled", "--samples", "4"]
     assert ended_run.started("learner")[0]["argv"] == arguments
     assert "eval eval: frozenlake 0.750 [0.600, 0.800] sampled, n 64, version 3" in ended.out
 
 
 def test_eval_refuses_what_it_cannot_do(ended_run):
     refused(ended_run, ended_run.call("eval", "demo", "--mode", "best"), "best", "greedy")
+    refused(ended_run, ended_run.call("eval", "demo", "--samples", "4"), "--samples 4 is for mode sampled")
+    refused(ended_run, ended_run.call("eval", "demo", "--samples", "-1", "--mode", "sampled"), "--samples -1: ask for 1")
     refused(ended_run, ended_run.call("eval", "demo", "--tasks", "999"), "--tasks 999: domain frozenlake has 128")
     refused(ended_run, ended_run.call("eval", "demo", "--tasks", "-5"), "--tasks -5: ", "ask for 1 to as many")
 

@@ -50,6 +50,19 @@ def test_status_in_sentences():
     ]
 
 
+def test_several_domains_have_a_sentence_each():
+    counts = {"dispatched": 80, "open": 60, "trained": 16, "failed": 4}
+    domains = {
+        "frozenlake": {"open": 12, "share": 12, "ready": 3, "state": "", "rollouts": counts},
+        "arithmetic": {"open": 1, "share": 1, "ready": 0, "state": "late", "rollouts": {}},
+    }
+    assert words.domains({"domains": domains}) == [
+        "frozenlake has 12 of 12 groups open, 3 complete; 80 dispatched, 60 open, 16 trained, 4 failed",
+        "arithmetic has 1 of 1 groups open, 0 complete (late)",
+    ]
+    assert "Domain arithmetic has 1 of 1 groups open, 0 complete (late)." in words.sentences(FULL | {"domains": domains})
+
+
 def test_an_evaluation_with_several_rollouts_a_task():
     chances = [{"k": k, "pass_at": 0.5 + k / 10, "pass_all": 0.5 - k / 20} for k in (1, 2, 4)]
     row = FULL["evals"][0] | {"mode": "sampled", "n": 512, "pass_k": chances}

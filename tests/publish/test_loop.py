@@ -14,6 +14,7 @@ from common.waits import Waits
 from learner import main
 from learner.__main__ import is_disk
 from learner.batch import Batch, Lag
+from learner.lengths import Lengths
 from learner.publisher import PublishError
 from learner.rollouts import Kind
 from learner.update import TrainingStopped
@@ -161,6 +162,13 @@ class Folder:
 
 class RlControl(Control):
     """Batches without end, and evaluations that are done."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths = Lengths()
+
+    def counts(self, *kinds, domain=""):
+        return {"dispatched": 0, "open": 0, "failed": 0}
 
     def start_rl(self):
         pass

@@ -48,6 +48,17 @@ def outcomes(report: Report, zeros: bool = False) -> str:
     return ", ".join(f"{number(counts[name])} {name}" for name in OUTCOMES if name in counts and (counts[name] or zeros))
 
 
+def domains(report: Report) -> list[str]:
+    """What each of several domains has of the work."""
+    return [
+        f"{name} has {number(row.get('open'))} of {number(row.get('share'))} groups open, {number(row.get('ready'))} complete"
+        + (f" ({row['state']})" if row.get("state") else "")
+        + (f"; {counts}" if (counts := outcomes(row)) else "")
+        for name, row in table(report, "domains").items()
+        if isinstance(row, dict)
+    ]
+
+
 def waits(report: Report, most: int = 6) -> list[str]:
     """The wait-for graph: the root cause, what the learner waits for, then the longest waits."""
     said = report.get("stall")
@@ -108,6 +119,7 @@ def sentences(report: Report) -> list[str]:
         lines.append(f"Speed: {number(report['tokens_per_s'])} sampled tokens/s.")
     if outcomes(report):
         lines.append(f"Rollouts: {outcomes(report)}.")
+    lines += [f"Domain {said}." for said in domains(report)]
     for title, entries in (("Engines", engines(report)), ("Actors", actors(report))):
         if entries:
             lines.append(f"{title}: {'; '.join(entries)}.")
