@@ -46,8 +46,10 @@ class Dispatch:
         """Up to `count` rollouts, of new groups where there is room."""
         leased = self._ledger.lease(actor, count, kind, now)
         missing = count - len(leased)
-        while missing > 0 and (domain := self._ledger.next_domain(kind)):
+        for domain in self._ledger.to_open(kind) if missing > 0 else ():
             missing -= len(self._open(kind, domain).rollouts)
+            if missing <= 0:
+                break
         return leased + self._ledger.lease(actor, count - len(leased), kind, now)
 
     def _open(self, kind: Kind, domain: str) -> Group:

@@ -5,12 +5,11 @@ dispatched = open + trained + filtered + stale + failed + cancelled.
 
 A group whose members all have an outcome is folded into totals (`learner/outcomes.py`). Its ids stay known for a while, to tell
 a repeated delivery from a superseded one; older ids are recognised by the ordinal that they carry. With several domains,
-`learner/shares.py` says whose group opens, is leased and is taken next.
-"""
+`learner/shares.py` says whose group opens, is leased and is taken next."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,12 +80,11 @@ class Ledger:
         """How many more groups may open: `(max_lag + 1) * candidates - |open groups|`, and never more open groups than the
         remaining updates need. Candidates are groups_per_update, or more where a selection chooses among more. Negative after a
         change of rules. Groups that nobody waits for are not counted, see `Shares.now`."""
-        batches = self.batches(kind)
-        return self.shares[kind].now(self.need(kind), batches, self.held(kind))[1]
+        return self.shares[kind].now(self.need(kind), self.batches(kind), self.held(kind))[1]
 
-    def next_domain(self, kind: Kind) -> str:
-        """Whose group opens next, so that no domain has more than its share open; "" while there is no room."""
-        return self.shares[kind].next_to_open(self.need(kind), self.batches(kind), self.held(kind))
+    def to_open(self, kind: Kind) -> Iterator[str]:
+        """Whose group opens next, so that no domain has more than its share open, as long as there is room."""
+        return self.shares[kind].to_open(self.need(kind), self.batches(kind), self.held(kind))
 
     def held(self, kind: Kind) -> dict[str, Held]:
         """Domain -> its groups."""
@@ -113,12 +111,7 @@ class Ledger:
     def lease(self, actor: str, count: int, kind: Kind, now: float) -> list[Rollout]:
         """Up to `count` pending rollouts of `kind`, as new attempts of `actor`: domains in turn, of each its oldest group
         first. A late domain does not fill the slots of actors: it has as many as one group needs."""
-        pending: dict[str, list[Rollout]] = {}
-        leased: Counter[str] = Counter()
-        for group in self.groups.values() if count > 0 else ():
-            if group.kind is kind:
-                leased[group.task.domain] += sum(r.state is State.LEASED for r in group.rollouts)
-                pending.setdefault(group.task.domain, []).extend(r for r in group.rollouts if r.state is State.PENDING)
+        pending, leased = self._undelivered(kind, count)
         shares = self.shares.get(kind, self.shares[Kind.RL])
         for name in shares.late & set(pending) if kind in TRAINING else ():
             del pending[name][max(0, self.rules.members(kind) - leased[name]) :]
@@ -129,6 +122,18 @@ class Ledger:
             rollout.state, rollout.actor = State.LEASED, actor
             rollout.leased_at, rollout.expires = now, now + self.rules.lease_s
         return chosen
+
+    def _undelivered(self, kind: Kind, count: int) -> tuple[dict[str, list[Rollout]], Counter[str]]:
+        """Domain -> pending rollouts, and how many are leased. A single domain takes no turns: its first `count` will do."""
+        pending, leased = defaultdict(list), Counter()
+        for group in self.groups.values() if count > 0 else ():
+            if group.kind is kind:
+                name = group.task.domain
+                pending[name] += [r for r in group.rollouts if r.state is State.PENDING]
+                leased[name] += sum(r.state is State.LEASED for r in group.rollouts)
+                if len(self.rules.weights) == 1 and len(pending[name]) >= count:
+                    break
+        return pending, leased
 
     def renew(self, actor: str, keys: list[tuple[str, int]], now: float) -> list[tuple[str, int]]:
         """Extend the leases of `keys` = (rollout id, attempt); returns those that the actor must stop."""
@@ -238,10 +243,7 @@ class Ledger:
     def take(self, kind: Kind) -> list[Group]:
         """The groups of the next update, now in training; empty while there are too few, while a domain's seats are not filled
         that has groups open for them, or when selection leaves none. `fixed`: of exactly as many as an update needs, the oldest
-        of each domain. `drain`: everything complete.
-
-        Raises RuntimeError while an update is running.
-        """
+        of each domain. `drain`: everything complete. Raises RuntimeError while an update is running."""
         if any(group.any(State.TRAINING) for group in self.groups.values()):
             raise RuntimeError("take() while an update is running: commit() or abandon() it first")
         self.purge()

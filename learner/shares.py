@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from learner.rollouts import Group, Rollout, State
@@ -92,11 +92,16 @@ class Shares:
 
     # ---- who opens a group, who leases --------------------------------------------------------------------
 
-    def next_to_open(self, need: int, batches: int, held: Mapping[str, Held]) -> str:
-        """The domain that has least of its share open, when it may open a group; "" when none may."""
+    def to_open(self, need: int, batches: int, held: Mapping[str, Held]) -> Iterator[str]:
+        """Whose group opens next, until nobody may open more: each time the domain that has least of its share open. Whoever asks
+        for another has opened the one before."""
         share, room = self.now(need, batches, held)
-        may = [name for name in share if held.get(name, NONE).open < share[name] and (room > 0 or name in self.late)]
-        return min(may, key=lambda name: held.get(name, NONE).open / share[name], default="")
+        opened = {name: held.get(name, NONE).open for name in share}
+        while may := [name for name in share if opened[name] < share[name] and (room > 0 or name in self.late)]:
+            name = min(may, key=lambda name: opened[name] / share[name])
+            yield name
+            opened[name] += 1
+            room -= name not in self.late
 
     def now(self, need: int, batches: int, held: Mapping[str, Held]) -> tuple[Seats, int]:
         """How many groups each domain may have open at present, with what others lend; and how many more may open in all. What a

@@ -65,7 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease(self, count):
         kind = Kind.WARM if self.warm else Kind.RL
         leased = self.ledger.lease("a", count, kind, self.now)
-        while len(leased) < count and (domain := self.ledger.next_domain(kind)):
+        while len(leased) < count and (domain := next(self.ledger.to_open(kind), "")):
             group = self.ledger.open(kind, Task(domain, "t", 0, {}))
             assert not (self.locked and kind is Kind.RL and domain == DEAD)
             self.dispatched[kind] |= {r.id for r in group.rollouts}

@@ -84,10 +84,7 @@ class World:
 
     def fill(self) -> list[Group]:
         """Open all groups that may be open."""
-        out = []
-        while name := self.ledger.next_domain(self.kind):
-            out.append(self.ledger.open(self.kind, Task(name, "t", 0, {})))
-        return out
+        return [self.ledger.open(self.kind, Task(name, "t", 0, {})) for name in self.ledger.to_open(self.kind)]
 
     def play(self) -> None:
         """Lease everything and answer."""
