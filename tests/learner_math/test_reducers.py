@@ -76,6 +76,10 @@ def test_what_was_not_measured_is_left_out():
     assert Smallest(5.0).result() == 5.0
 
 
+def test_a_part_may_lack_what_others_measure():
+    assert merge({"x": Mean(3.0, 2.0), "y": Mean(1.0, 1.0)}, {"x": Mean(1.0, 2.0)}) == {"x": Mean(4.0, 4.0), "y": Mean(1.0, 1.0)}
+
+
 def test_extremes_begin_beyond_any_number():
     assert results([merge(start({"x": Largest(0.0)}), {"x": Largest(-3.0)})]) == {"x": -3.0}
     assert results([merge(start({"x": Smallest(0.0)}), {"x": Smallest(3.0)})]) == {"x": 3.0}
