@@ -28,6 +28,7 @@ from learner.model import hf, tensorfiles
 from learner.model.spec import ModelSpec
 from tests.processes import until
 from tools.certifying.scores import Learner
+from tools.launching.engines import CPU_FLAGS
 from tools.launching.shared_memory import shared_files
 from tools.launching.supervisor import child_environment
 
@@ -38,10 +39,8 @@ END = 1017
 LENGTH = 512
 RANDOM = ("--load-format", "dummy")  # as the launcher starts them: what they serve comes from the learner
 SGLANG = os.environ.get("POLYTURN_SGLANG", "")
-# As tools/launch.py would start it without a GPU.
-CPU_FLAGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--grammar-backend", "none"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--skip-tokenizer-init", "--log-level", "warning"),
+MORE_FLAGS = (  # than those that tools/launch.py starts it with where there is no GPU
+    *("--dtype", "float32", "--skip-tokenizer-init", "--log-level", "warning"),
     *("--max-total-tokens", "16384", "--max-running-requests", "32"),
 )
 
@@ -190,7 +189,7 @@ def command(name: str, model: Path, key_file: Path, port: int) -> list[str]:
         return [sys.executable, "-m", "learner.serving", *own, *shape]
     serve = str(REPOSITORY / "tools" / "sglang_cpu" / "serve.py")
     own = ["--model-path", str(model), *RANDOM, "--context-length", str(LENGTH), "--host", "127.0.0.1", "--port", str(port)]
-    return [SGLANG, serve, "--config", str(key_file), *own, *CPU_FLAGS]
+    return [SGLANG, serve, "--config", str(key_file), *own, *CPU_FLAGS, *MORE_FLAGS]
 
 
 def skip_without(name: str) -> None:

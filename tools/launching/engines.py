@@ -18,6 +18,7 @@ SERVE_ON_CPU = Path(__file__).parents[1] / "sglang_cpu" / "serve.py"
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"),
     *("--disable-overlap-schedule", "--skip-server-warmup"),
+    "--sleep-on-idle",  # else a scheduler without requests takes a whole core
 )
 # Who is a worker is the learner's word alone, and who tries again the actors': the router does neither by itself. An engine that
 # the learner added and that has died since is not waited for. Prompts of ids are matched by prefix: a rollout stays where it was.
