@@ -270,14 +270,14 @@ class RunConfig(Table):
 
     @model_validator(mode="after")
     def _algorithms(self) -> RunConfig:
+        found = []
         for index, domain in enumerate(self.domains):
             try:
-                for_domain(self.algorithm, domain.algorithm)
+                found.append(for_domain(self.algorithm, domain.algorithm))
             except ValidationError as error:
                 raise moved(error, f"domain {domain.name!r}", "domains", index, "algorithm") from error
             except ValueError as error:
                 raise ValueError(f"domains.{domain.name}.algorithm: {error}") from error
-        found = self.algorithms.values()
         if self.algorithm.critic != "none" and all(own.critic == "none" for own in found):
             names = " and ".join(sorted({own.advantage for own in found}))
             raise ValueError(f'algorithm.critic is for {", ".join(CRITICAL)}; {names} has no critic: set critic = "none"')

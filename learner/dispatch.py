@@ -45,12 +45,12 @@ class Dispatch:
     def lease(self, actor: str, count: int, kind: Kind, now: float) -> list[Rollout]:
         """Up to `count` rollouts, of new groups where there is room."""
         leased = self._ledger.lease(actor, count, kind, now)
-        missing = count - len(leased)
+        missing, opened = count - len(leased), 0
         for domain in self._ledger.to_open(kind) if missing > 0 else ():
-            missing -= len(self._open(kind, domain).rollouts)
-            if missing <= 0:
+            opened += len(self._open(kind, domain).rollouts)
+            if opened >= missing:
                 break
-        return leased + self._ledger.lease(actor, count - len(leased), kind, now)
+        return leased + (self._ledger.lease(actor, missing, kind, now) if opened else [])  # most actors that wait find no room
 
     def _open(self, kind: Kind, domain: str) -> Group:
         if kind is Kind.WARM:

@@ -80,7 +80,8 @@ class Ledger:
         """How many more groups may open: `(max_lag + 1) * candidates - |open groups|`, and never more open groups than the
         remaining updates need. Candidates are groups_per_update, or more where a selection chooses among more. Negative after a
         change of rules. Groups that nobody waits for are not counted, see `Shares.now`."""
-        return self.shares[kind].now(self.need(kind), self.batches(kind), self.held(kind))[1]
+        batches = self.batches(kind)  # first: it refuses evaluations
+        return self.shares[kind].now(self.need(kind), batches, self.held(kind))[1]
 
     def to_open(self, kind: Kind) -> Iterator[str]:
         """Whose group opens next, so that no domain has more than its share open, as long as there is room."""
