@@ -185,7 +185,7 @@ def test_alignment_over_four_epochs():
     weigher = Alignment(4, 2, LIMR)
     run_epochs(weigher, rewards, 2)
     assert weigher.scores().tolist() == pytest.approx([0.738462, 0.0, -0.246154, 0.861538], abs=1e-6)
-    assert weigher.tree.weights(4).tolist() == [1.0, 0.1, 0.1, 1.0]
+    assert weights_of(weigher.tree, 4).tolist() == [1.0, 0.1, 0.1, 1.0]
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
