@@ -85,7 +85,7 @@ class Summary(Table):
     updates: Count
     wall_seconds: Annotated[float, Field(ge=0)]
     rollouts: RolloutCounts
-    domains: dict[str, RolloutCounts] = Field(default={})  # the same of each, where there are several
+    domains: dict[str, RolloutCounts]  # the same of each, where there are several
     evals: list[Evaluation]
     tokens: TokenCounts
     lag: LagStatistics  # of the main pool

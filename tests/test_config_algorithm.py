@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.cli import ConfigError, dump_toml, load
+from common.config_algorithm import COMPARING
 
 MINIMAL = '[[domains]]\nname = "frozenlake"\n[algorithm]\n'
 GAE = ["advantage=gae", "critic=shared"]
@@ -12,7 +13,10 @@ VTRACE = ["advantage=vtrace", "critic=shared", "old_policy=proximal"]
 
 REFUSED = {
     "an unknown preset": (["preset=gpro"], "algorithm.preset 'gpro' is not known; there are agentrl, dapo"),
-    "a critic without credit over time": (["critic=shared"], 'grpo has no critic: set critic = "none"'),
+    **{
+        f"{name} with a critic": ([f"advantage={name}", "critic=shared"], f'{name} has no critic: set critic = "none"')
+        for name in (*COMPARING, "reinforce_pp")
+    },
     "credit over time without a critic": (["advantage=bilevel_gae"], '"bilevel_gae" needs a critic'),
     "a warm-up of nothing": (["critic_warmup=3"], "algorithm.critic_warmup = 3 is for an advantage with a critic, grpo has none"),
     "a group of one": (

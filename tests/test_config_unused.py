@@ -161,10 +161,6 @@ def test_a_key_is_taken_where_it_counts(table, settings):
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     **{f"{name} without a critic": ({"advantage": name}, f'"{name}" needs a critic') for name in CRITICAL},
-    **{
-        f"{name} with a critic": ({"advantage": name, "critic": "shared"}, f"{name} has no critic")
-        for name in (*COMPARING, "reinforce_pp")
-    },
     **{f"{name} alone": ({"advantage": name, "group_size": 1}, f"at least 2 for {name}") for name in COMPARING},
     "gspo's lower bound": ({"policy_loss": "gspo", "clip_low": 0.2}, "clip_low 0.2 and clip_high 0.0004 are bounds of one token"),
     "gspo's upper bound": ({"policy_loss": "gspo", "clip_high": 0.2}, "clip_low 0.0003 and clip_high 0.2 are bounds of one"),

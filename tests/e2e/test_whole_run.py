@@ -20,6 +20,7 @@ SUMMARY = {
     "updates",
     "wall_seconds",
     "rollouts",
+    "domains",
     "evals",
     "tokens",
     "lag",

@@ -237,6 +237,7 @@ SUMMARY = {
     "updates": 2,
     "wall_seconds": 12.5,
     "rollouts": {"dispatched": 15, "trained": 5, "filtered": 4, "stale": 3, "failed": 2, "cancelled": 1},
+    "domains": {},
     "evals": [
         {
             "phase": "init",
