@@ -20,7 +20,7 @@ LOG_RATIO_BOUND = 20.0  # exp(20) is 4.9e8: far outside every clip, and still fi
 SEQUENCE_LOG_RATIO_BOUND = 10.0  # of GSPO, as in verl
 CHUNK = 512  # trained tokens whose logits exist at one time
 
-Head = Callable[[jax.Array], jax.Array]  # hidden [N, D] -> float32 logits [N, V]
+Head = Callable[[jax.Array], jax.Array]  # hidden [N, D] -> logits [N, V], float32 as the temperature
 
 
 @shaped
@@ -60,7 +60,7 @@ def token_logprobs(
         return picked - total, total - jnp.sum(jax.nn.softmax(logits) * logits, axis=-1)
 
     def skip(states: jax.Array, targets: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(chunk, jnp.float32), jnp.zeros(chunk, jnp.float32)
+        return jnp.zeros_like(temperature), jnp.zeros_like(temperature)
 
     def step(carry: None, xs: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:
         first, *arguments = xs

@@ -86,7 +86,7 @@ class Network:
         elif self.critic == "detached":
             hidden = jax.lax.stop_gradient(hidden)
         head = params["value_head"]
-        return hidden.astype(jnp.float32) @ head["kernel"] + head["bias"]
+        return hidden.astype(head["kernel"].dtype) @ head["kernel"] + head["bias"]
 
     def _trunk(self, state: nnx.State, batch: Microbatch) -> tuple[Qwen3, jax.Array]:
         model = nnx.merge(self.graph, state)
