@@ -1,12 +1,21 @@
-"""Certificates for tests of TLS. Examples of Hypothesis have no deadline: that a machine is busy is none of its findings."""
+"""Certificates for tests of TLS. Examples of Hypothesis have no deadline: that a machine is busy is none of its findings. What
+one process compiled need not be compiled by the next."""
 
+import atexit
+import os
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from common.wire import Tls
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # before JAX is imported, and for the programs that tests start
+    COMPILED = tempfile.mkdtemp(prefix="polyturn-compiled-")
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": COMPILED, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

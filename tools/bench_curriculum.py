@@ -1,6 +1,6 @@
 """Do turn budgets, selections and samplers help a network? On frozenlake, GRPO without lag, from the starts of bench_algorithms.
 
-    python tools/bench_curriculum.py [--seeds 1 2 3 4 5]
+    python tools/bench_curriculum.py [--seeds 1 2 3 4 5] [--compare turns tasks]
 
 Budgets: rollouts of training with 6 turns at most all the time (the shortest way has 6 moves), with 12, and with 6, 8 and 12 in
 three stages (ScalingInter-RL). Held-out rollouts have 12. Tasks: `tasks.select` all, signal, top_std and mass, and sampler
@@ -52,6 +52,7 @@ TASKS = [
     arm("tasks-mass", FEW, tasks={"select": "mass", "max_refills": 100}),
     arm("tasks-variance", FEW, tasks={"sampler": "variance"}),
 ]
+COMPARISONS = {"turns": BUDGETS, "tasks": TASKS}
 
 
 def table(arms: list[Arm], found: dict[str, dict[int, Result]]) -> tuple[list[str], dict[str, float]]:
@@ -77,6 +78,7 @@ def table(arms: list[Arm], found: dict[str, dict[int, Result]]) -> tuple[list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], help="at most ten")
+    parser.add_argument("--compare", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "trials", help="keeps finished trials")
     args = parser.parse_args()
     one_core(args.folder / "compiled")
@@ -84,12 +86,12 @@ def main() -> None:
     with Site(config_of({}, 1)) as site:
         trials = Trials(site, args.folder)
         for seed in args.seeds:
-            for each in (*BUDGETS, *TASKS):
+            for each in (arm for name in args.compare for arm in COMPARISONS[name]):
                 result = found.setdefault(each.name, {})[seed] = trials.run(each, seed)
                 print(f"{each.name} seed {seed}: {final(result):.3f}, area {area(result):.3f}", flush=True)
     measurements: dict[str, float] = {}
-    for arms in (BUDGETS, TASKS):
-        rows, more = table(arms, found)
+    for name in args.compare:
+        rows, more = table(COMPARISONS[name], found)
         print("\n".join(rows) + "\n")
         measurements |= more
     commits = {r["commit"] for results in found.values() for r in results.values()}

@@ -67,6 +67,12 @@ def test_every_index_is_found_on_its_share_of_the_unit_interval(weights):
     assert tree.find(np.nextafter(1.0, 0.0)) == len(weights) - 1
 
 
+def test_a_share_begins_with_its_lower_border():
+    """Sums of powers of two are exact."""
+    tree = SumTree(np.array([0.25, 0.25, 0.5, 1.0]))
+    assert [tree.find(border) for border in (0.0, 0.125, 0.25, 0.5)] == [0, 1, 2, 3]
+
+
 def test_rounding_finds_no_task_behind_the_last():
     """Of eight leaves the last has no weight. What is left of the greatest number below 1 rounds up to all that the last two
     have."""

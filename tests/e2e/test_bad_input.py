@@ -43,8 +43,7 @@ with engine:
 """
 
 
-def test_an_engine_that_refuses_every_prompt(launched, compiled):
-    launched.environment = compiled
+def test_an_engine_that_refuses_every_prompt(launched):
     launched.root = root_with_engine(launched.folder / "root")
     code, out = launched.launch("local", "--warm.updates=0", "--eval.init=false", "--learner.max_attempts=2")
     assert (code, launched.alive()) == (2, []), out

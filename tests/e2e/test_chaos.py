@@ -40,8 +40,7 @@ def check(run: Launched, updates: int, victims: list[str]) -> None:
     assert len(begins(run.run)) == 1 + victims.count("learner")
 
 
-def test_eight_kills(launched: Launched, compiled: dict[str, str]) -> None:
-    launched.environment = compiled
+def test_eight_kills(launched: Launched) -> None:
     launched.start("local", "--learner.updates=60", "--learner.lease_s=4", "--eval.init=false", "--checkpoint.every=3")
     victims = chaos(launched, 8, 60, seed=1)
     check(launched, 60, victims)

@@ -16,10 +16,9 @@ KILL_UPDATES = 150  # on an idle machine an update takes a tenth of a second
 ENV = "env-frozenlake-0"
 
 
-def test_every_process_but_the_learner_is_killed_once(launched, compiled):
+def test_every_process_but_the_learner_is_killed_once(launched):
     """Each in the middle of its work: what it needs is frozen until rollouts hang on it. The warm start is long enough for
     episodes of several turns. Weights go by a relay."""
-    launched.environment = compiled
     memory = launched.folder / "memory"
     options = ("--warm.updates=60", f"--learner.updates={KILL_UPDATES}", "--learner.lease_s=4", "--eval.init=false")
     options += ("--weights.transport=relay", f"--weights.folder={memory}")
@@ -77,9 +76,8 @@ def hanging(report, frozen_s):
     return any(wait["seconds"] - max(ages) > 1 for wait in waits)
 
 
-def test_a_run_has_three_lives(launched, compiled):
+def test_a_run_has_three_lives(launched):
     """kill -9 of everything, resume, SIGTERM, resume: one unbroken history comes out."""
-    launched.environment = compiled
     options = ("--optimizer.schedule=cosine", f"--optimizer.decay_steps={2 * UPDATES}", f"--learner.updates={UPDATES}")
     launched.start("local", *options)
     launched.until(lambda: max(launched.checkpoints(), default=0) >= 2, "a checkpoint of RL")
@@ -117,8 +115,7 @@ def test_a_run_has_three_lives(launched, compiled):
     assert f"has made all its {UPDATES} updates" in out
 
 
-def test_a_warm_start_that_ended_early_is_not_repeated(launched, compiled):
-    launched.environment = compiled
+def test_a_warm_start_that_ended_early_is_not_repeated(launched):
     early = ("--warm.updates=60", "--warm.target_loss=100", "--eval.every=1")
     endless = ("--learner.updates=100000", "--checkpoint.every=100000")
     launched.start("local", *early, *endless)
@@ -156,9 +153,8 @@ def check_history(launched):
     assert set(epochs.values()) == {1}
 
 
-def test_sigterm_in_a_run_that_cannot_learn(launched, compiled):
+def test_sigterm_in_a_run_that_cannot_learn(launched):
     """No gradient at all, so no new weights: such a run goes on all the same, until it is stopped."""
-    launched.environment = compiled
     no_gradient = ("--algorithm.entropy=0", "--algorithm.zero_advantages=true")
     launched.start("local", "--learner.updates=100000", "--warm.updates=0", "--eval.init=false", *no_gradient)
     launched.until(lambda: launched.update() >= 5, "more updates than max_lag + 1")
@@ -179,8 +175,7 @@ def test_sigterm_in_a_run_that_cannot_learn(launched, compiled):
     assert restarted[2] >= 5  # SIGTERM saves
 
 
-def test_a_run_that_is_stopped_in_its_last_evaluation_is_not_finished(launched, compiled):
-    launched.environment = compiled
+def test_a_run_that_is_stopped_in_its_last_evaluation_is_not_finished(launched):
     tasks = ("--domains.0.heldout_tasks=600", "--eval.tasks=600", "--actors.rollouts=4")  # a second or more
     launched.start("local", "--warm.updates=0", "--eval.init=false", "--learner.updates=2", *tasks)
     launched.until(lambda: launched.update() >= 2, "the last update")

@@ -17,8 +17,7 @@ def scored(launched, phase):
     return [(row["weights"], row["task"], row["sample"]) for row in rows if row["weights"].startswith(phase)]
 
 
-def test_a_killed_evaluation_goes_on_with_the_rest(launched, compiled):
-    launched.environment = compiled
+def test_a_killed_evaluation_goes_on_with_the_rest(launched):
     sizes = (f"--domains.0.heldout_tasks={TASKS}", f"--eval.tasks={TASKS}", f"--eval.samples={SAMPLES}")
     options = ('--eval.modes=["sampled"]', "--eval.temperature=0.7", "--eval.init=false", "--learner.updates=2")
     launched.start("local", *sizes, *options)

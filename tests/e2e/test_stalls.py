@@ -16,8 +16,7 @@ SILENT = re.compile(
 )
 
 
-def test_a_frozen_env_server_is_named_until_it_goes_on(launched, compiled):
-    launched.environment = compiled
+def test_a_frozen_env_server_is_named_until_it_goes_on(launched):
     launched.start("local", "--learner.updates=100000", "--learner.stall_s=8", "--eval.init=false")
     launched.until(lambda: launched.update() >= 1, "the first update")
     frozen = launched.pids(ENV)[-1]
