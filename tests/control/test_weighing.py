@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config_tasks import TasksConfig
@@ -221,6 +221,7 @@ CONFIGS = st.sampled_from([TasksConfig(), VARIANCE, LIMR])
 
 
 @given(CONFIGS, st.lists(st.booleans(), max_size=60))
+@example(LIMR, [True, True, False, True] * 15)  # long enough for tasks to be judged
 def test_a_restored_sampler_weighs_and_draws_as_the_first_would_have(config, outcomes):
     first, second = make(config), make(config)
     for success in outcomes:
