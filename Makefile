@@ -9,7 +9,7 @@ CACHE := $(or $(POLYTURN_CACHE),$(HOME)/.cache/polyturn)
 TRAININGS := $(patsubst %, tools/bench_%.py, learning contexts sampling algorithms curriculum)
 SGLANG := $(CACHE)/sglang-$(shell cat tools/sglang_cpu/*.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup proto lock lint format test test-real sglang test-sglang smoke smoke-ppo selftest bench bench-math long clean
+.PHONY: setup proto lock lint format test test-runs test-real sglang test-sglang smoke smoke-ppo selftest bench bench-math long clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,10 @@ lint: $(STAMP)
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not long" --ignore tests/real
+	$(PY) -m pytest -m "not long" --ignore tests/real --ignore tests/e2e
+
+test-runs: $(STAMP)  # whole runs of real processes: crashes and resumes, stalls, bad input
+	$(PY) -m pytest -m "not long" tests/e2e
 
 test-real: $(STAMP)  # real tokenizers, fetched once into $$POLYTURN_CACHE (~/.cache/polyturn)
 	$(PY) -m pytest tests/real

@@ -9,6 +9,7 @@ import pytest
 
 from tools import bench_math
 from tools.math_peers import batches as b
+from tools.math_peers import ours
 from tools.math_peers.comparisons import Comparison, Finding, Reason, compare, document, measurements, table
 from tools.math_peers.known import comparisons
 
@@ -132,6 +133,16 @@ def test_batches_have_what_their_kind_says(kind):
     assert np.all(batch.values[~batch.mask] != 0)  # whoever reads them is seen
     table = np.exp(batch.logits[0, 4].astype(float))  # what stands before token 5
     assert batch.logprobs[0, 5] == pytest.approx(np.log(table[batch.ids[0, 5]] / table.sum()))
+
+
+def test_the_loss_of_an_update_is_taken_of_a_batch():
+    """REINFORCE: minus the mean of A·log π over sampled tokens, in float32."""
+    batch = GIVEN["several turns/0"]
+    value, gradient = ours.update_loss(batch, per_token=True, policy_loss="reinforce", minibatches=1)
+    wanted = -(batch.advantages * b.chosen(batch.logits, batch.ids))[batch.mask].mean()
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert gradient.shape == batch.logits.shape
+    assert np.isfinite(gradient).all()
 
 
 def test_aligned_moves_to_the_right():

@@ -83,6 +83,22 @@ def test_043_056_what_stands_outside_of_the_mask_changes_no_bit(poison):
     np.testing.assert_allclose(truncated_sequence(logs, mask, 0.0, 9.0)[0], 0.4 * 1.0 * 1.5)
 
 
+def test_a_band_holds_its_bounds_and_a_weight_is_finite():
+    """A weight of 1 is in [1, 9] and in [.1, 1]; log-weights end at ±20."""
+    zero, one = jnp.zeros(1), jnp.ones(1, bool)
+    for method in (masked, rejected, rejected_sequence):
+        assert [method(zero, one, 1.0, 9.0).tolist(), method(zero, one, 0.1, 1.0).tolist()] == [[1.0], [1.0]]
+    np.testing.assert_allclose(importance(jnp.asarray([99.0, -99.0]), jnp.ones(2, bool)), np.exp([20.0, -20.0]))
+
+
+def test_what_is_not_in_the_mask_is_not_counted():
+    """One token of weight 4 of two: its geometric mean is 4, not 2."""
+    logs, mask = jnp.log(jnp.asarray([4.0, 1.0])), jnp.asarray([1, 0], bool)
+    assert rejected_sequence(logs, mask, 0.0, 3.0).tolist() == [0, 0]
+    assert rejected_sequence(logs, mask, 0.0, 5.0).tolist() == [1, 0]
+    assert rejected(logs, mask, 0.0, 5.0).tolist() == [1, 0]
+
+
 # ---- KL --------------------------------------------------------------------------------------------------------------------
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.25, 0.25, 0.5])

@@ -271,7 +271,8 @@ def update_loss(batch: Batch, per_token: bool, aggregation: str = "token_mean", 
     floats = {name: np.float32(getattr(batch, name)) for name in ("old_logprobs", "reference", "returns")}
     zeros = np.zeros(batch.ids.shape, np.float32)
     given = Microbatch(
-        ids=batch.ids, positions=np.zeros_like(batch.ids), segment_ids=segments + 1, mask=batch.mask,
+        ids=batch.ids, positions=np.zeros_like(batch.ids), segment_ids=segments + 1,
+        domain=np.zeros_like(batch.ids), mask=batch.mask,
         observed=np.zeros_like(batch.mask), **floats,
         advantages=np.float32(batch.advantages if per_token else spread(batch, batch.row_advantages)),
         old_values=zeros, temperature=zeros + 1, weights=np.float32(weights(batch, aggregation, divisor)),
