@@ -163,7 +163,7 @@ class AlgorithmConfig(Table):
         if values.get("policy_loss") == "gspo":
             values = GSPO_CLIP | values
         if preset := values.get("preset"):
-            values = _merged(read_preset(preset), values)
+            values = _merged(_fitting(read_preset(preset), values), values)
         return values
 
     @model_validator(mode="after")
@@ -286,6 +286,20 @@ def _inherited(run: AlgorithmConfig, own: dict[str, Any]) -> dict[str, Any]:
         if isinstance(chosen, dict) and chosen.get(choice, values[table][choice]) != values[table][choice]:
             del values[table]
     return values
+
+
+def _fitting(preset: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The preset without the settings of a loss, a correction, an aggregation or a table that `own` does not choose as it does: a
+    clip of sequences is none of tokens."""
+    default = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
+    for choice in ("policy_loss", "correction", "aggregation"):
+        if choice in own and own[choice] != preset.get(choice, default[choice]):
+            preset = {key: value for key, value in preset.items() if key not in SETTINGS[choice]}
+    for table, choice in CHOICES.items():
+        chosen = own.get(table)
+        if isinstance(chosen, dict) and choice in chosen and chosen[choice] != preset.get(table, {}).get(choice, "none"):
+            preset = {key: value for key, value in preset.items() if key != table}
+    return preset
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

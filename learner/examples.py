@@ -69,8 +69,9 @@ def example(rollout: str, segment: Segment, mask: np.ndarray, temperature: float
 
 
 def of_rollout(rollout: Rollout, credits: Sequence[Credit], algorithm: AlgorithmConfig, domain: int = 0) -> list[Example]:
-    """Its segments, ready for the policy's loss; `domain` is the number of the rollout's."""
-    out = []
+    """Its segments, ready for the policy's loss; `domain` is the number of the rollout's. A rollout that left the loss teaches
+    nothing of its observations either: what a wrong simulated user said is none of the environment."""
+    out, trained = [], any(mask.any() for mask in rollout.masks)
     proximal = rollout.logprobs if algorithm.old_policy == "proximal" else [segment.logprobs for segment in rollout.segments]
     for index, (segment, mask, part) in enumerate(zip(rollout.segments, rollout.masks, credits, strict=True)):
         plain = example(rollout.trajectory.rollout_id, segment, mask, rollout.trajectory.sampling.temperature)
@@ -83,7 +84,7 @@ def of_rollout(rollout: Rollout, credits: Sequence[Credit], algorithm: Algorithm
         }
         if rollout.reference:
             changes["reference"] = rollout.reference[index]
-        if algorithm.observation.loss != "none":
+        if algorithm.observation.loss != "none" and trained:
             changes |= observations(segment)
         out.append(replace(plain, **changes))
     return out

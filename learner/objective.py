@@ -237,10 +237,11 @@ def _policy_losses(algorithm: AlgorithmConfig, batch: Microbatch, logprobs: jax.
             losses = double_sided(logprobs, ratios, advantages, low, high)
         case _:
             losses = reinforce(logprobs, advantages)
-    either = algorithm.policy_loss == "double_sided"  # clips whatever the sign
+    either = algorithm.policy_loss in ("double_sided", "cispo")  # bounds hold whatever the sign
     means = {f"kl_{name}": estimate(-own) for name, estimate in kl.ESTIMATORS.items()}  # of KL(old, policy)
-    means["clipped_low"] = (((advantages < 0) | either) & (ratios < 1 - low)).astype(jnp.float32)
-    means["clipped_high"] = (((advantages > 0) | either) & (ratios > 1 + high)).astype(jnp.float32)
+    if algorithm.policy_loss != "reinforce":
+        means["clipped_low"] = (((advantages < 0) | either) & (ratios < 1 - low)).astype(jnp.float32)
+        means["clipped_high"] = (((advantages > 0) | either) & (ratios > 1 + high)).astype(jnp.float32)
     return losses, _Seen(batch, ratios, _kept(mask, jnp.exp(own)), means)
 
 

@@ -76,18 +76,23 @@ def bilevel_gae(
     γ_turn·λ·Âₖ₊₁`. Low level, in each turn: GAE with γ and λ whose only reward is `Âₖ + v(eₖ)`, at eₖ, with nothing after it. λ
     is the same on both.
 
-    Turns: `ends` marks the last token of each, and a turn's reward stands there. (RAGEN takes ends to be where the reward is not
-    0: turns that are paid nothing vanish.) Tokens after the last end make a turn that goes on at `bootstrap`.
+    Turns: `ends` marks the last token of each; a turn's reward is the sum of its tokens' (a KL may be in all of them). (RAGEN
+    takes ends to be where the reward is not 0: turns that are paid nothing vanish.) Tokens after the last end make a turn that
+    goes on at `bootstrap`, in which each token has its own reward.
     """
     gamma, gamma_turn = gammas
-    _, targets = gae(rewards, values, mask & ends, bootstrap, gamma_turn, lam)
+    ends = mask & ends
+    turn = jnp.cumsum(ends) - ends  # how many ended before the token
+    earned = jax.ops.segment_sum(jnp.where(mask, rewards, 0), turn, len(mask))[turn]
+    _, targets = gae(earned, values, ends, bootstrap, gamma_turn, lam)
+    paid = jnp.where(ends, targets, jnp.where(turn == ends.sum(), rewards, 0))
 
-    def step(state: tuple, end: jax.Array, value: jax.Array, target: jax.Array) -> tuple[tuple, tuple]:
+    def step(state: tuple, end: jax.Array, value: jax.Array, reward: jax.Array) -> tuple[tuple, tuple]:
         following, running = (jnp.where(end, 0, x) for x in state)
-        running = jnp.where(end, target, 0) + gamma * following - value + gamma * lam * running
+        running = reward + gamma * following - value + gamma * lam * running
         return (value, running), (running, running + value)
 
-    return _backwards(step, (bootstrap, jnp.zeros_like(bootstrap)), mask, ends, values, targets)
+    return _backwards(step, (bootstrap, jnp.zeros_like(bootstrap)), mask, ends, values, paid)
 
 
 @shaped

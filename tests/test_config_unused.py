@@ -218,6 +218,13 @@ def test_what_is_said_beside_a_preset_counts_and_what_is_not_comes_from_it():
     assert AlgorithmConfig(preset="gspo", clip_low=1e-3).clip_high == 4e-4
     beside = AlgorithmConfig(preset="grpo", policy_loss="gspo")  # whose clips of .2 are of one token
     assert (beside.clip_low, beside.clip_high, beside.aggregation) == (3e-4, 4e-4, "seq_mean_token_mean")
+    for loss in ("ppo", "cispo"):  # whose clips are of one token, which GSPO's of 3e-4 and 4e-4 are not
+        tokens = AlgorithmConfig(preset="gspo", policy_loss=loss)
+        assert (tokens.clip_low, tokens.clip_high) == (AlgorithmConfig().clip_low, AlgorithmConfig().clip_high)
+    assert AlgorithmConfig(preset="gspo", policy_loss="gspo").clip_high == 4e-4
+    assert AlgorithmConfig(preset="agentrl", kl={"where": "none"}).kl == KlConfig()
+    assert AlgorithmConfig(preset="agentrl", kl={"coefficient": 0.5}).kl.where == "loss"
+    assert AlgorithmConfig(preset="dr_grpo", aggregation="token_mean").constant_divisor == 0
     again = AlgorithmConfig.model_validate(both.model_dump())
     assert again == both
 

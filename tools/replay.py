@@ -94,6 +94,11 @@ def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
     versions = [version for version, made in read_versions(run).items() if made == update - 1]
     folders = [run / "weights" / str(version) for version in versions[::-1]]
     folder = next((folder for folder in folders if (folder / "DONE").exists()), None)
+    compares = any((own.kl.where, own.kl.reference) == ("reward", "initial") for own in config.algorithms.values())
+    unknown = Refusal(
+        'algorithm.kl.where = "reward" compares with the policy that RL began with, which is not kept beside these weights:'
+        " replay an update that follows a checkpoint of a run with such a KL, or an algorithm without one"
+    )
     if step in committed_steps(run / "checkpoints"):
         checkpoints = Checkpoints(run / "checkpoints", keep=10**6)
         try:
@@ -102,6 +107,8 @@ def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
             checkpoints.close()
         trainer = Trainer(config, spec)
         own = trainer.state_tree()
+        if compares and not any(name.startswith("reference/") for name in tree):
+            raise unknown
         fits = {name: tree[name] if name in tree and tree[name].shape == own[name].shape else own[name] for name in own}
         trainer.restore_tree(fits)
         missing = sum(name.startswith("params/") and name not in tree for name in own)
@@ -111,6 +118,8 @@ def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
             f"the weights after update {update - 1} are not kept any more (checkpoints {committed_steps(run / 'checkpoints')});"
             f" replay an update that follows one of them"
         )
+    if compares:
+        raise unknown
     trainer = Trainer(config, spec, hf.load(folder)[1])
     untrained = "; the critic is untrained" if config.algorithm.critic != "none" else ""
     return trainer, f"published version {folder.name}{untrained}"
@@ -172,6 +181,7 @@ def changed(config: RunConfig, preset: str, domain: str) -> RunConfig:
     keys = read_preset(preset)  # whose refusal is plainer than that of a whole table
     if not domain:
         sizes = {name: getattr(config.algorithm, name) for name in ("group_size", "groups_per_update")}
+        sizes |= {"minibatches": 1, "epochs": 1, "critic_warmup": 0}  # one step of all groups, and the policy has a loss in it
         domains = [own.model_copy(update={"algorithm": {}}) for own in config.domains]
         return config.model_copy(update={"algorithm": AlgorithmConfig(preset=preset, **sizes), "domains": domains})
     names = [own.name for own in config.domains]

@@ -216,7 +216,7 @@ def test_a_task_is_judged_after_so_many_epochs_in_which_it_was_seen():
 
 
 def test_the_mean_of_an_epoch_is_over_tasks_and_a_score_at_the_threshold_is_not_above_it():
-    """Three rollouts of task 0 succeed, one of task 1 fails: the mean is 1/2, not 3/4, and both scores are 1 - (1/2)^2 / (1/2)^2."""
+    """Three rollouts of task 0 succeed, one of task 1 fails: the mean is 1/2, not 3/4, and both scores 1 - (1/2)^2 / (1/2)^2."""
     weigher = Alignment(2, 2, TasksConfig(sampler="limr", visits=2, floor=0.1, threshold=0.0))
     for index, success in 2 * ([(0, True)] * 3 + [(1, False)]):
         weigher.record(index, success)

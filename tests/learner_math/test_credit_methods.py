@@ -12,8 +12,8 @@ from common.config_algorithm import COMPARING, CRITICAL, AlgorithmConfig
 from common.record import segments
 from common.types import StepKind, Task
 from learner.credit import of_batch
-from learner.examples import group_of
-from learner.rows import Rollout
+from learner.examples import group_of, of_rollout
+from learner.rows import Credit, Rollout
 from tests.learner_math.build import chain, rollout, turn
 
 CORRECTIONS = ("importance", "truncated", "truncated_sequence", "masked", "rejected", "rejected_sequence")
@@ -279,3 +279,14 @@ def test_a_correction_is_of_the_whole_rollout(correction):
     }[correction]
     np.testing.assert_allclose(credits[0].weights, [0, *wanted[:2]], rtol=1e-5)
     np.testing.assert_allclose(credits[1].weights, [0, 0, wanted[2]], rtol=1e-5)
+
+
+def test_a_rollout_that_left_the_loss_teaches_none_of_its_observations():
+    """Two observations of two tokens, the first of which nothing predicts. Left out, trained, its second turn too old."""
+    trajectory = rollout(chain([([1, 2], [3], 0.0), ([4, 5], [6], 1.0)]))
+    (segment,) = segments(trajectory)
+    zeros = np.zeros(len(segment.ids), np.float32)
+    credit, algorithm = Credit(zeros, zeros, zeros, zeros), AlgorithmConfig(observation={"loss": "cross_entropy"})
+    for mask, observed in ((np.zeros_like(segment.mask), 0), (segment.mask, 3), (segment.step_of == 0, 3)):
+        (found,) = of_rollout(Rollout(trajectory, [segment], [mask]), [credit], algorithm)
+        assert (int(found.observed.sum()), found.answers) == (observed, observed)

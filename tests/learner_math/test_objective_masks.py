@@ -50,20 +50,23 @@ def test_057_observed_tokens_are_in_no_metric_of_the_policy(loss):
 
 
 @pytest.mark.parametrize("shift", [0.5, -0.5])
-@pytest.mark.parametrize("policy_loss", ["ppo", "double_sided"])
+@pytest.mark.parametrize("policy_loss", ["ppo", "double_sided", "cispo", "reinforce"])
 def test_extremes_and_shares_of_ratios_are_over_sampled_tokens(policy_loss, shift):
     """All ratios are e^shift; a token that was not sampled has 1, which would be the smallest, or the largest."""
     own = examples()
     for e in own:
         found = [softmax_logprob(e, t, e.temperature)[e.ids[t]] for t in np.flatnonzero(e.mask)]
         e.old_logprobs[e.mask] = np.asarray(found) - shift
-    measures, _ = contributed(one_batch(own), policy_loss=policy_loss)
+    measures, _ = contributed(one_batch(own), policy_loss=policy_loss, minibatches=1)
     for name in ("ratio_max", "ratio_min"):
         assert measures[name].result() == pytest.approx(np.exp(shift), rel=1e-6), name
     assert measures["effective_sample"].result() == pytest.approx(1, abs=1e-6)
     bad = np.mean([e.advantages[t] < 0 for e in own for t in np.flatnonzero(e.mask)])
     low, high = (0.0, 1 - bad if policy_loss == "ppo" else 1.0) if shift > 0 else (bad if policy_loss == "ppo" else 1.0, 0.0)
     assert 0 < bad < 1
+    if policy_loss == "reinforce":  # clips nothing
+        assert not {"clipped_low", "clipped_high"} & measures.keys()
+        return
     assert (measures["clipped_low"].result(), measures["clipped_high"].result()) == pytest.approx((low, high), abs=1e-6)
 
 

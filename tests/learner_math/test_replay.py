@@ -107,6 +107,25 @@ def test_what_cannot_be_replayed_is_said(run, capsys, tmp_path):
     assert "the weights after update 2 are not kept any more (checkpoints [])" in capsys.readouterr().err
 
 
+def rewritten(run, tmp_path, **algorithm):
+    """The run's folder, with another `[algorithm]`."""
+    folder = shutil.copytree(run[0], tmp_path / "other")
+    settings = config(algorithm={"minibatches": 1, **algorithm}, learner={"max_lag": 1})
+    (folder / "config.toml").write_text(dump_toml(settings))
+    return str(folder)
+
+
+def test_a_preset_of_more_minibatches_than_groups_is_one_step(run, tmp_path):
+    assert replay.main([rewritten(run, tmp_path, groups_per_update=1), "3", "--algorithm", "gspo"]) == 0
+
+
+def test_a_kl_in_the_reward_is_not_taken_from_other_weights_than_the_first(run, tmp_path, capsys):
+    """Version 5 is not the policy that RL began with: its KL to itself would be 0."""
+    folder = rewritten(run, tmp_path, advantage="reinforce_pp", kl={"where": "reward"})
+    assert replay.main([folder, "3", "--algorithm", "grpo"]) == 2
+    assert "the policy that RL began with, which is not kept beside these weights" in capsys.readouterr().err
+
+
 def test_tokens_that_were_too_old_are_left_out(run):
     folder, groups = run
     settings = config(learner={"max_lag": 1})

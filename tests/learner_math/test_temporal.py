@@ -224,11 +224,22 @@ def test_gae_over_turns_is_its_definition(tokens, sizes, bootstrap):
     np.testing.assert_allclose(own[mask], np.repeat(wanted, [len(turn) for turn in turns]), atol=1e-12)
 
     own, _ = compiled_bilevel_gae(*xs, ends, mask, number(bootstrap))
-    high = slow_gae([rewards[t[-1]] for t in turns], [values[t[-1]] for t in turns], bootstrap, 0.8, 0.7)
+    high = slow_gae(earned, [values[t[-1]] for t in turns], bootstrap, 0.8, 0.7)
     for turn, advantage in zip(turns, high, strict=True):
         inside = [values[t] for t in turn]
         target = [0.0] * (len(turn) - 1) + [advantage + inside[-1]]
         np.testing.assert_allclose(np.asarray(own)[turn], slow_gae(target, inside, 0.0, 0.9, 0.7), atol=1e-12)
+
+
+def test_bilevel_gae_takes_what_every_token_is_paid():
+    """A KL of 5 before each turn's end, β 1, outcome 1: what GAE says in the first token of a turn, all of it. After the last end
+    a token has its own reward: -2, then the bootstrap of 3."""
+    rewards, zeros = jnp.asarray([-5.0, 0, -5, 1, -2, 0]), jnp.zeros(6)
+    ends, whole = jnp.asarray([0, 1, 0, 1, 0, 0], bool), jnp.asarray([1, 1, 1, 1, 0, 0], bool)
+    found, _ = bilevel_gae(rewards, zeros, ends, whole, number(0), (1.0, 1.0), 1.0)
+    assert found.tolist() == [-9, -9, -4, -4, 0, 0]
+    open_turn, _ = bilevel_gae(rewards, zeros, ends, jnp.ones(6, bool), number(3), (1.0, 1.0), 1.0)
+    assert open_turn[4:].tolist() == [1, 3]
 
 
 # ---- identities ------------------------------------------------------------------------------------------------------------
