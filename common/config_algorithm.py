@@ -7,6 +7,7 @@ only a rollout shows (concurrent branches), where it shows.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ SETTINGS = {
     "correction": ("correction_low", "correction_high"),
     "aggregation": ("constant_divisor",),
 }
+OF_A_LOSS = ("policy_loss", "correction", "aggregation")  # whose settings a preset keeps to itself; γ goes with any credit
 CHOICES = {"kl": "where", "observation": "loss"}  # tables, and the key of theirs that all others are settings of
 
 
@@ -163,7 +165,7 @@ class AlgorithmConfig(Table):
         if values.get("policy_loss") == "gspo":
             values = GSPO_CLIP | values
         if preset := values.get("preset"):
-            values = _merged(_fitting(read_preset(preset), values), values)
+            values = _merged(_fitting(read_preset(preset), values, OF_A_LOSS), values)
         return values
 
     @model_validator(mode="after")
@@ -268,38 +270,27 @@ def for_domain(run: AlgorithmConfig, own: dict[str, Any]) -> AlgorithmConfig:
     """
     for key in (key for key in own if key in RUN_WIDE):
         raise ValueError(f"{key} = {own[key]!r} cannot be one domain's, {RUN_WIDE[key]}: set algorithm.{key}")
-    base = read_preset(own["preset"]) if own.get("preset") else _inherited(run, own)
+    if own.get("preset"):
+        base = _fitting(read_preset(own["preset"]), own, OF_A_LOSS)
+    else:
+        base = _fitting(run.model_dump() | ({"preset": ""} if own else {}), own, SETTINGS)
     values = _merged(base, own) | {key: getattr(run, key) for key in RUN_WIDE}
     if values.get("advantage", AlgorithmConfig.model_fields["advantage"].default) not in CRITICAL:
         values |= {"critic": "none", "critic_warmup": 0}
     return AlgorithmConfig.model_validate(values)
 
 
-def _inherited(run: AlgorithmConfig, own: dict[str, Any]) -> dict[str, Any]:
-    """The run's keys, as far as they go with what a domain chooses."""
-    values: dict[str, Any] = run.model_dump() | ({"preset": ""} if own else {})
-    for choice, settings in SETTINGS.items():
-        if own.get(choice, values[choice]) != values[choice]:
-            values = {key: value for key, value in values.items() if key not in settings}
+def _fitting(base: dict[str, Any], own: dict[str, Any], choices: Iterable[str]) -> dict[str, Any]:
+    """The keys of `base` without the settings of those `choices`, and of the tables, that `own` makes otherwise: a clip of
+    sequences is none of tokens."""
+    for choice in choices:
+        if choice in own and own[choice] != base.get(choice, AlgorithmConfig.model_fields[choice].default):
+            base = {key: value for key, value in base.items() if key not in SETTINGS[choice]}
     for table, choice in CHOICES.items():
-        chosen = own.get(table)
-        if isinstance(chosen, dict) and chosen.get(choice, values[table][choice]) != values[table][choice]:
-            del values[table]
-    return values
-
-
-def _fitting(preset: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The preset without the settings of a loss, a correction, an aggregation or a table that `own` does not choose as it does: a
-    clip of sequences is none of tokens."""
-    default = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
-    for choice in ("policy_loss", "correction", "aggregation"):
-        if choice in own and own[choice] != preset.get(choice, default[choice]):
-            preset = {key: value for key, value in preset.items() if key not in SETTINGS[choice]}
-    for table, choice in CHOICES.items():
-        chosen = own.get(table)
-        if isinstance(chosen, dict) and choice in chosen and chosen[choice] != preset.get(table, {}).get(choice, "none"):
-            preset = {key: value for key, value in preset.items() if key != table}
-    return preset
+        chosen, before = own.get(table), base.get(table, {}).get(choice, "none")
+        if isinstance(chosen, dict) and chosen.get(choice, before) != before:
+            base = {key: value for key, value in base.items() if key != table}
+    return base
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

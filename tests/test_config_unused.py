@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from common.config_algorithm import COMPARING, CRITICAL, AlgorithmConfig, KlConfig, ObservationConfig
+from common.config_algorithm import COMPARING, CRITICAL, AlgorithmConfig, KlConfig, ObservationConfig, for_domain
 from common.config_tasks import CurriculumConfig, TasksConfig
 
 GAE: dict[str, Any] = {"advantage": "gae", "critic": "shared"}
@@ -220,7 +220,9 @@ def test_what_is_said_beside_a_preset_counts_and_what_is_not_comes_from_it():
     assert (beside.clip_low, beside.clip_high, beside.aggregation) == (3e-4, 4e-4, "seq_mean_token_mean")
     for loss in ("ppo", "cispo"):  # whose clips are of one token, which GSPO's of 3e-4 and 4e-4 are not
         tokens = AlgorithmConfig(preset="gspo", policy_loss=loss)
-        assert (tokens.clip_low, tokens.clip_high) == (AlgorithmConfig().clip_low, AlgorithmConfig().clip_high)
+        of_a_domain = for_domain(AlgorithmConfig(), {"preset": "gspo", "policy_loss": loss})
+        for found in (tokens, of_a_domain):
+            assert (found.clip_low, found.clip_high) == (AlgorithmConfig().clip_low, AlgorithmConfig().clip_high)
     assert AlgorithmConfig(preset="gspo", policy_loss="gspo").clip_high == 4e-4
     assert AlgorithmConfig(preset="agentrl", kl={"where": "none"}).kl == KlConfig()
     assert AlgorithmConfig(preset="agentrl", kl={"coefficient": 0.5}).kl.where == "loss"

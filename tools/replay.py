@@ -18,9 +18,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -94,21 +95,15 @@ def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
     versions = [version for version, made in read_versions(run).items() if made == update - 1]
     folders = [run / "weights" / str(version) for version in versions[::-1]]
     folder = next((folder for folder in folders if (folder / "DONE").exists()), None)
-    compares = any((own.kl.where, own.kl.reference) == ("reward", "initial") for own in config.algorithms.values())
-    unknown = Refusal(
-        'algorithm.kl.where = "reward" compares with the policy that RL began with, which is not kept beside these weights:'
-        " replay an update that follows a checkpoint of a run with such a KL, or an algorithm without one"
-    )
     if step in committed_steps(run / "checkpoints"):
         checkpoints = Checkpoints(run / "checkpoints", keep=10**6)
         try:
             _, tree, _ = checkpoints.restore(step)
         finally:
             checkpoints.close()
+        check_reference(config, tree)
         trainer = Trainer(config, spec)
         own = trainer.state_tree()
-        if compares and not any(name.startswith("reference/") for name in tree):
-            raise unknown
         fits = {name: tree[name] if name in tree and tree[name].shape == own[name].shape else own[name] for name in own}
         trainer.restore_tree(fits)
         missing = sum(name.startswith("params/") and name not in tree for name in own)
@@ -118,11 +113,20 @@ def restored(config: RunConfig, run: Path, update: int) -> tuple[Trainer, str]:
             f"the weights after update {update - 1} are not kept any more (checkpoints {committed_steps(run / 'checkpoints')});"
             f" replay an update that follows one of them"
         )
-    if compares:
-        raise unknown
+    check_reference(config, {})
     trainer = Trainer(config, spec, hf.load(folder)[1])
     untrained = "; the critic is untrained" if config.algorithm.critic != "none" else ""
     return trainer, f"published version {folder.name}{untrained}"
+
+
+def check_reference(config: RunConfig, tree: Mapping[str, Any]) -> None:
+    """Raises Refusal for a KL in the reward whose reference, the policy that RL began with, is not in `tree`."""
+    compares = any((own.kl.where, own.kl.reference) == ("reward", "initial") for own in config.algorithms.values())
+    if compares and not any(name.startswith("reference/") for name in tree):
+        raise Refusal(
+            'algorithm.kl.where = "reward" compares with the policy that RL began with, which is not kept beside these weights:'
+            " replay an update that follows a checkpoint of a run with such a KL, or an algorithm without one"
+        )
 
 
 def replay(trainer: Trainer, groups: list[list[Trajectory]], live: Live) -> Replayed:

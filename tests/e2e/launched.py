@@ -1,7 +1,6 @@
 """The whole system as its users start it: `tools/launch.py` on configs/tiny.toml, in a folder of its own."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,7 +30,6 @@ class Launched:
     """Launchers of one run, one after the other."""
 
     folder: Path
-    environment: dict[str, str] = field(default_factory=dict)  # on top of ours
     root: Path = REPOSITORY  # its packages are the programs
     config: Path = TINY
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -53,7 +51,6 @@ class Launched:
             process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
